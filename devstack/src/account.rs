@@ -1,0 +1,89 @@
+//! Whom Postgres runs as, and where that account can reach its data.
+
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+use nix::unistd::{User, geteuid};
+
+use crate::ports;
+
+/// Postgres refuses to run as root, so root lends it an account; anyone else runs it as themselves.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Account {
+    other: Option<(u32, u32)>,
+}
+
+impl Account {
+    pub(crate) fn for_postgres() -> Result<Self> {
+        if !geteuid().is_root() {
+            return Ok(Self { other: None });
+        }
+        for name in ["postgres", "nobody"] {
+            if let Some(user) = User::from_name(name).context("Failed to look up an account")? {
+                return Ok(Self {
+                    other: Some((user.uid.as_raw(), user.gid.as_raw())),
+                });
+            }
+        }
+        bail!(
+            "Postgres does not run as root, and there is no account `postgres` or `nobody` to run it as"
+        )
+    }
+
+    /// Makes the command run as this account.
+    pub(crate) fn apply(self, command: &mut Command) {
+        if let Some((uid, gid)) = self.other {
+            command.uid(uid).gid(gid);
+        }
+    }
+
+    /// Creates a private directory that the account can use: the one wanted, or, if a directory above it is closed to
+    /// the account (as /root is), one under the system's directory for temporary files, always the same for the same
+    /// wish.
+    pub(crate) fn directory(self, wanted: &Path) -> Result<PathBuf> {
+        let substitute = format!("devstack-{:016x}", ports::hash(&wanted.to_string_lossy()));
+        let candidates = [
+            wanted.to_owned(),
+            std::env::temp_dir().join(&substitute),
+            Path::new("/tmp").join(&substitute),
+        ];
+        for candidate in &candidates {
+            fs::create_dir_all(candidate)
+                .with_context(|| format!("Failed to create {}", candidate.display()))?;
+            let owner = fs::metadata(candidate)?.uid();
+            if owner != geteuid().as_raw() && Some(owner) != self.other.map(|(uid, _)| uid) {
+                bail!("{} belongs to another user", candidate.display());
+            }
+            if let Some((uid, gid)) = self.other {
+                chown(candidate, Some(uid), Some(gid))
+                    .with_context(|| format!("Failed to give away {}", candidate.display()))?;
+            }
+            fs::set_permissions(candidate, fs::Permissions::from_mode(0o700))?;
+            if self.reaches(candidate)? {
+                return Ok(candidate.clone());
+            }
+            let _ = fs::remove_dir(candidate);
+        }
+        bail!(
+            "Postgres's account cannot reach {}, nor a directory under /tmp",
+            wanted.display()
+        )
+    }
+
+    fn reaches(self, directory: &Path) -> Result<bool> {
+        let mut command = Command::new("/bin/sh");
+        command
+            .args(["-c", r#"cd -- "$1" && test -w ."#, "sh"])
+            .arg(directory);
+        command
+            .current_dir("/")
+            .stdin(Stdio::null())
+            .stderr(Stdio::null());
+        self.apply(&mut command);
+        Ok(command.status().context("Failed to run sh")?.success())
+    }
+}

@@ -1,0 +1,115 @@
+//! `cargo dev …`: the service with everything it needs, in one command.
+
+mod interrupts;
+mod surroundings;
+mod up;
+mod workspace;
+
+use std::os::unix::process::CommandExt;
+use std::process::ExitCode;
+
+use anyhow::{Context, Result};
+use clap::{Parser, Subcommand};
+use devstack::{Foreground, exit_code};
+
+use crate::interrupts::Interrupts;
+use crate::surroundings::Surroundings;
+use crate::workspace::Workspace;
+
+/// Runs retry-scheduler with a Postgres and a RabbitMQ of its own.
+///
+/// Both are found on this machine, or installed from Debian's packages. They run as private processes on free ports of
+/// the loopback interface, beside any others, and are stopped in the end, however that comes about.
+#[derive(Parser)]
+#[command(name = "cargo dev", bin_name = "cargo dev", after_help = AFTER_HELP)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+const AFTER_HELP: &str = "\
+Environment:
+  DEVSTACK_DIR           where data and logs are kept [default: .devstack in the workspace]
+  DATABASE_URL           use this Postgres instead of starting one (up, demo)
+  RABBITMQ_URL           use this RabbitMQ instead of starting one (up, demo)
+  HTTP_PORT              the port of the service [default: 8086, or a free one]
+  DEVSTACK_POSTGRES_BIN  the directory of the Postgres programs to use
+
+Delete .devstack to begin with an empty database and an empty broker.";
+
+#[derive(Subcommand)]
+enum Command {
+    /// Build and run the service in the foreground until Ctrl-C
+    Up {
+        /// Build with optimisations
+        #[arg(long)]
+        release: bool,
+        /// More arguments for `retry-scheduler serve`
+        #[arg(last = true)]
+        args: Vec<String>,
+    },
+    /// Send a message through the service that `cargo dev up` runs
+    Send(Passed),
+    /// Run all tests; each test program starts and stops services of its own
+    Test(Passed),
+    /// Show the service at work
+    Demo(Passed),
+}
+
+#[derive(clap::Args)]
+#[command(disable_help_flag = true)]
+struct Passed {
+    /// Arguments that are passed on
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    args: Vec<String>,
+}
+
+fn main() -> ExitCode {
+    match run(Arguments::parse().command) {
+        Ok(code) => ExitCode::from(code),
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(command: Command) -> Result<u8> {
+    let workspace = Workspace::find()?;
+    match command {
+        Command::Up { release, args } => up::run(&workspace, release, &args),
+        Command::Send(passed) => send(&workspace, &passed.args),
+        Command::Test(passed) => test(&workspace, &passed.args),
+        Command::Demo(passed) => with_services(&workspace, &["--example", "demo"], &passed.args),
+    }
+}
+
+/// Becomes `retry-scheduler send`, so that it has our stdin.
+fn send(workspace: &Workspace, args: &[String]) -> Result<u8> {
+    let (profile, variables) = Surroundings::of_running(workspace)?;
+    let mut command = workspace.cargo(&["run", "--quiet", "--package", "retry-scheduler"]);
+    command.args(["--profile", &profile, "--", "send"]);
+    Err(command.args(args).envs(variables).exec()).context("Failed to run cargo")
+}
+
+fn test(workspace: &Workspace, args: &[String]) -> Result<u8> {
+    let interrupts = Interrupts::catch()?;
+    devstack::ensure_installed()?;
+    let mut tests = Foreground::start(workspace.cargo(&["test", "--workspace"]).args(args), None)?;
+    Ok(exit_code(interrupts.wait(&mut tests, || {})?))
+}
+
+/// Runs what `cargo run <target>` names with the addresses of both services.
+fn with_services(workspace: &Workspace, target: &[&str], args: &[String]) -> Result<u8> {
+    let interrupts = Interrupts::catch()?;
+    let lock = workspace.lock()?;
+    let surroundings = Surroundings::start(workspace, "dev")?;
+    let mut command = workspace.cargo(&["run", "--package", "retry-scheduler"]);
+    command
+        .args(target)
+        .arg("--")
+        .args(args)
+        .envs(surroundings.variables());
+    let mut program = Foreground::start(&mut command, Some(&lock))?;
+    Ok(exit_code(interrupts.wait(&mut program, || {})?))
+}

@@ -1,0 +1,235 @@
+//! Installing the Debian packages, without starting what they bring.
+
+use std::env;
+use std::fs::{self, File};
+use std::io::{self, IsTerminal, Write};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use nix::fcntl::{Flock, FlockArg};
+
+use crate::process;
+use crate::programs;
+
+/// One script, so that one `sudo` runs all of it, and so that the trap cleans up even if this process is gone.
+///
+/// `policy-rc.d` is Debian's way to say that no service may be started; one that is there already is left alone. On a
+/// machine with systemd the new services are also kept from starting with the next boot.
+const SCRIPT: &str = r#"
+set -eu
+policy=/usr/sbin/policy-rc.d
+if [ ! -e "$policy" ]; then
+    trap 'rm -f "$policy"' EXIT
+    trap 'exit 130' HUP INT TERM
+    printf '#!/bin/sh\nexit 101\n' >"$policy"
+    chmod 755 "$policy"
+fi
+export DEBIAN_FRONTEND=noninteractive
+apt-get update -q || echo 'apt-get update failed: trying with the lists there are'
+apt-get install -y -q --no-install-recommends -o DPkg::Lock::Timeout=300 "$@"
+if [ -d /run/systemd/system ]; then
+    for package in "$@"; do systemctl disable "$package.service" || true; done
+fi
+"#;
+
+/// What may be missing.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Package {
+    Postgres,
+    RabbitMq,
+}
+
+impl Package {
+    fn debian(self) -> &'static str {
+        match self {
+            Self::Postgres => "postgresql",
+            Self::RabbitMq => "rabbitmq-server",
+        }
+    }
+
+    fn homebrew(self) -> &'static str {
+        match self {
+            Self::Postgres => "postgresql@17",
+            Self::RabbitMq => "rabbitmq",
+        }
+    }
+}
+
+/// Installs what `missing` names, or says how to.
+///
+/// `missing` is asked again once the lock is held: another process may have installed it meanwhile.
+pub(crate) fn install(missing: impl Fn() -> Vec<Package>) -> Result<()> {
+    let Some(become_root) = way_to_root() else {
+        bail!(instructions(&missing()))
+    };
+    let _lock = lock()?;
+    let packages = missing();
+    if packages.is_empty() {
+        return Ok(());
+    }
+
+    let names: Vec<_> = packages.iter().map(|package| package.debian()).collect();
+    let log_path = env::temp_dir().join(format!("devstack-install-{}.log", std::process::id()));
+    let log = File::create(&log_path)
+        .with_context(|| format!("Failed to create {}", log_path.display()))?;
+    let what = format!("devstack: installing {} with apt-get", names.join(" and "));
+
+    let mut command = match become_root {
+        Root::Already => Command::new("sh"),
+        Root::Sudo => {
+            let mut sudo = Command::new("sudo");
+            sudo.arg("sh");
+            sudo
+        }
+    };
+    command.args(["-c", SCRIPT, "sh"]).args(&names);
+    command
+        .stdin(Stdio::null())
+        .stdout(log.try_clone()?)
+        .stderr(log);
+    let success = run_showing_time(&mut command, &what)?;
+
+    let still_missing = missing();
+    if !success || !still_missing.is_empty() {
+        let tail = process::tail(&log_path, 20);
+        bail!(
+            "apt-get did not install {}:\n{tail}\n{}",
+            names.join(" and "),
+            instructions(&still_missing)
+        );
+    }
+    let _ = fs::remove_file(&log_path);
+    Ok(())
+}
+
+enum Root {
+    Already,
+    Sudo,
+}
+
+/// Only where there is apt-get, and only as root, with a sudo that asks nothing, or with someone there to be asked.
+fn way_to_root() -> Option<Root> {
+    let on_path = |name: &str| {
+        programs::path_directories()
+            .iter()
+            .any(|bin| bin.join(name).is_file())
+    };
+    if !on_path("apt-get") {
+        return None;
+    }
+    if nix::unistd::geteuid().is_root() {
+        return Some(Root::Already);
+    }
+    if !on_path("sudo") {
+        return None;
+    }
+    let sudo = |arguments: &[&str], stderr: Stdio| {
+        let status = Command::new("sudo").args(arguments).stderr(stderr).status();
+        status.is_ok_and(|status| status.success())
+    };
+    if sudo(&["-n", "true"], Stdio::null()) {
+        return Some(Root::Sudo);
+    }
+    if io::stdin().is_terminal() && io::stderr().is_terminal() {
+        eprintln!(
+            "devstack: Postgres or RabbitMQ is missing; sudo may ask for your password to install it"
+        );
+        if sudo(&["true"], Stdio::inherit()) {
+            return Some(Root::Sudo);
+        }
+    }
+    None
+}
+
+fn instructions(missing: &[Package]) -> String {
+    let debian: Vec<_> = missing.iter().map(|package| package.debian()).collect();
+    let homebrew: Vec<_> = missing.iter().map(|package| package.homebrew()).collect();
+    format!(
+        "Install what is missing, then try again:\n  Debian, Ubuntu:  sudo apt-get install {}\n  macOS:           brew install {}",
+        debian.join(" "),
+        homebrew.join(" ")
+    )
+}
+
+/// One installation at a time on this machine: apt-get would refuse the second one.
+fn lock() -> Result<Flock<File>> {
+    let path = Path::new("/tmp/devstack-install.lock");
+    // Reading is enough to lock, and the file may be another user's.
+    let file = match File::open(path) {
+        Ok(file) => file,
+        Err(_) => {
+            let created = File::options()
+                .write(true)
+                .create_new(true)
+                .mode(0o644)
+                .open(path);
+            match created {
+                Ok(file) => {
+                    fs::set_permissions(path, fs::Permissions::from_mode(0o644))?;
+                    file
+                }
+                Err(_) => File::open(path)
+                    .with_context(|| format!("Failed to open {}", path.display()))?,
+            }
+        }
+    };
+    match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+        Ok(lock) => Ok(lock),
+        Err((file, _)) => {
+            eprintln!("devstack: waiting for another process that is installing");
+            Flock::lock(file, FlockArg::LockExclusive)
+                .map_err(|(_, error)| error)
+                .with_context(|| format!("Failed to lock {}", path.display()))
+        }
+    }
+}
+
+/// Runs it under a line that counts the seconds: in place on a terminal, in a log now and then.
+fn run_showing_time(command: &mut Command, what: &str) -> Result<bool> {
+    let mut child = command.spawn().context("Failed to start apt-get")?;
+    let started = Instant::now();
+    let terminal = io::stderr().is_terminal();
+    let mut next = Duration::from_secs(30);
+    eprint!("{what} …{}", if terminal { "" } else { "\n" });
+    loop {
+        let seconds = started.elapsed().as_secs();
+        if let Some(status) = child.try_wait()? {
+            let outcome = if status.success() { "done" } else { "failed" };
+            eprintln!(
+                "{}{what}: {outcome} after {seconds} s",
+                if terminal { "\r" } else { "" }
+            );
+            return Ok(status.success());
+        }
+        if terminal {
+            eprint!("\r{what} … {seconds} s");
+            let _ = io::stderr().flush();
+        } else if started.elapsed() >= next {
+            eprintln!("{what} … {seconds} s");
+            next += Duration::from_secs(30);
+        }
+        thread::sleep(Duration::from_millis(200));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_instructions_are_commands_to_copy() {
+        let text = instructions(&[Package::Postgres, Package::RabbitMq]);
+        assert!(
+            text.contains("sudo apt-get install postgresql rabbitmq-server\n"),
+            "{text}"
+        );
+        assert!(
+            text.ends_with("brew install postgresql@17 rabbitmq"),
+            "{text}"
+        );
+    }
+}

@@ -1,0 +1,325 @@
+//! A private Postgres.
+
+use std::env;
+use std::ffi::OsString;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use nix::sys::signal::Signal;
+
+use crate::account::Account;
+use crate::lock::Lock;
+use crate::ports;
+use crate::process;
+use crate::programs::PostgresPrograms;
+use crate::service::Service;
+use crate::watchdog::Watchdog;
+use crate::{ATTEMPTS, Options, temporary_directory};
+
+/// Crash recovery may have to go through a lot of WAL.
+const START: Duration = Duration::from_secs(60);
+const STOP: Duration = Duration::from_secs(20);
+
+/// A Postgres of our own on the loopback interface, stopped when dropped or when this process ends in any way.
+#[derive(Debug)]
+pub struct Postgres {
+    programs: PostgresPrograms,
+    account: Account,
+    directory: PathBuf,
+    durable: bool,
+    temporary: bool,
+    port: u16,
+    service: Service,
+    // Last: unlocked when everything is stopped.
+    _lock: Lock,
+}
+
+impl Postgres {
+    /// Starts Postgres with its data in `options.dir`, which it creates if need be.
+    pub fn start(options: &Options) -> Result<Self> {
+        Self::start_in(options, false)
+    }
+
+    /// Starts an empty Postgres whose directory is deleted in the end.
+    pub fn start_temporary(name: &str) -> Result<Self> {
+        let dir = temporary_directory(name).join("postgres");
+        Self::start_in(
+            &Options {
+                dir,
+                durable: false,
+                quiet: true,
+            },
+            true,
+        )
+    }
+
+    pub(crate) fn start_in(options: &Options, temporary: bool) -> Result<Self> {
+        let mut programs = PostgresPrograms::find_or_install()?;
+        let started = Instant::now();
+        let account = Account::for_postgres()?;
+        let directory = account.directory(&options.dir)?;
+        let lock = Lock::acquire(
+            &directory.join("lock"),
+            &format!("The Postgres in {}", directory.display()),
+        )?;
+        let watchdog = Arc::new(Watchdog::start(
+            Some(lock.share()?),
+            temporary.then_some(directory.as_path()),
+        )?);
+        let service = Service::new("postgres", &directory, watchdog);
+        service.end_leftover(Signal::SIGQUIT)?;
+        let _ = fs::remove_file(service.log());
+
+        let data = directory.join("data");
+        match fs::read_to_string(data.join("PG_VERSION")) {
+            Err(_) => initialise(&programs, account, &directory, options.durable)?,
+            Ok(version) => programs = programs_for_data(programs, version.trim(), &directory)?,
+        }
+        // Of a postmaster that is dead, as nobody else has the lock. Postgres would only believe it stale if its process
+        // id were free, which after a reboot it need not be.
+        let _ = fs::remove_file(data.join("postmaster.pid"));
+
+        let seed = ports::hash(&directory.to_string_lossy());
+        let mut postgres = Self {
+            programs,
+            account,
+            directory,
+            durable: options.durable,
+            temporary,
+            port: 0,
+            service,
+            _lock: lock,
+        };
+        for attempt in 0..ATTEMPTS {
+            [postgres.port] = ports::free(seed.wrapping_add(attempt * 7))?;
+            match postgres.start_again() {
+                Err(_) if !ports::is_free(postgres.port) && attempt + 1 < ATTEMPTS => {}
+                Err(error) => return Err(error),
+                Ok(()) => break,
+            }
+        }
+        if !options.quiet {
+            let seconds = started.elapsed().as_secs_f32();
+            eprintln!(
+                "devstack: Postgres is ready on port {} after {seconds:.1} s",
+                postgres.port
+            );
+        }
+        Ok(postgres)
+    }
+
+    /// Starts it after a stop, with the same port and data; returns when it takes connections.
+    pub fn start_again(&self) -> Result<()> {
+        let data = self.data_dir();
+        let marker = data.to_string_lossy().into_owned();
+        let settings = self.settings();
+        let configure = |command: &mut Command| {
+            command
+                .arg(self.programs.program("postgres"))
+                .arg("-D")
+                .arg(&data);
+            command.args(settings.iter().flat_map(|setting| ["-c", setting]));
+            surroundings(command, self.account, &self.directory);
+        };
+        let signal = if self.temporary {
+            Signal::SIGQUIT
+        } else {
+            Signal::SIGINT
+        };
+        self.service
+            .start(signal, &marker, configure, START, |pid| {
+                is_ready(&data, pid)
+            })
+    }
+
+    fn settings(&self) -> Vec<String> {
+        // synchronous_commit stays on either way: without fsync, what is committed still survives the death of Postgres,
+        // only not that of the machine.
+        let safe = if self.durable { "on" } else { "off" };
+        vec![
+            format!("port={}", self.port),
+            "listen_addresses=127.0.0.1".to_owned(),
+            "unix_socket_directories=".to_owned(),
+            "max_connections=300".to_owned(),
+            "timezone=UTC".to_owned(),
+            "log_timezone=UTC".to_owned(),
+            "log_line_prefix=%m [%p] %a ".to_owned(),
+            format!("fsync={safe}"),
+            format!("full_page_writes={safe}"),
+        ]
+    }
+
+    /// Stops it as `pg_ctl stop -m fast` does: sessions end, data is flushed.
+    pub fn stop(&self) -> Result<()> {
+        self.service.stop(Signal::SIGINT, STOP)
+    }
+
+    /// Stops it as `pg_ctl stop -m immediate` does: a crash in an orderly manner, with recovery at the next start.
+    pub fn stop_immediate(&self) -> Result<()> {
+        self.service.stop(Signal::SIGQUIT, STOP)
+    }
+
+    /// SIGKILL for the postmaster and all backends.
+    pub fn kill(&self) -> Result<()> {
+        self.service.kill()
+    }
+
+    /// SIGSTOP for the postmaster and all backends: connections stay open and nothing answers.
+    pub fn pause(&self) -> Result<()> {
+        self.service.pause()
+    }
+
+    /// Ends a pause.
+    pub fn resume(&self) -> Result<()> {
+        self.service.resume()
+    }
+
+    /// The address of a database, which need not exist.
+    pub fn url(&self, database: &str) -> String {
+        format!("postgresql://postgres@127.0.0.1:{}/{database}", self.port)
+    }
+
+    /// Creates a database unless it exists; returns its address.
+    pub fn create_database(&self, name: &str) -> Result<String> {
+        let literal = name.replace('\'', "''");
+        let exists = || {
+            self.psql(
+                "postgres",
+                &format!("SELECT 1 FROM pg_database WHERE datname = '{literal}'"),
+            )
+        };
+        if exists()?.is_empty() {
+            let created = self.psql(
+                "postgres",
+                &format!("CREATE DATABASE \"{}\"", name.replace('"', "\"\"")),
+            );
+            // Someone else may have created it between the two.
+            if created.is_err() && exists()?.is_empty() {
+                created.with_context(|| format!("Failed to create the database {name}"))?;
+            }
+        }
+        Ok(self.url(name))
+    }
+
+    /// What `psql -At` prints: a line a row, columns parted by `|`.
+    pub fn psql(&self, database: &str, sql: &str) -> Result<String> {
+        let mut command = Command::new(self.programs.program("psql"));
+        command.args([
+            "-X",
+            "-q",
+            "-At",
+            "-v",
+            "ON_ERROR_STOP=1",
+            "-d",
+            &self.url(database),
+            "-c",
+            sql,
+        ]);
+        forget_postgres_variables(&mut command);
+        process::output(&mut command)
+    }
+
+    /// The port on 127.0.0.1; the same after [`Postgres::start_again`].
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// The data directory of the cluster.
+    pub fn data_dir(&self) -> PathBuf {
+        self.directory.join("data")
+    }
+
+    /// Where Postgres writes its log.
+    pub fn log(&self) -> PathBuf {
+        self.service.log()
+    }
+}
+
+impl Drop for Postgres {
+    fn drop(&mut self) {
+        let result = if self.temporary {
+            self.stop_immediate()
+        } else {
+            self.stop()
+        };
+        if let Err(error) = result {
+            eprintln!("devstack: {error:#}");
+        }
+    }
+}
+
+/// Under another name first: an initdb that was interrupted leaves nothing that looks like a cluster.
+fn initialise(
+    programs: &PostgresPrograms,
+    account: Account,
+    directory: &Path,
+    durable: bool,
+) -> Result<()> {
+    let unfinished = directory.join("data.new");
+    if unfinished.exists() {
+        fs::remove_dir_all(&unfinished)
+            .with_context(|| format!("Failed to delete {}", unfinished.display()))?;
+    }
+    let mut command = Command::new(programs.program("initdb"));
+    command
+        .args([
+            "--username=postgres",
+            "--auth=trust",
+            "--encoding=UTF8",
+            "--locale=C",
+            "-D",
+        ])
+        .arg(&unfinished);
+    if !durable {
+        command.arg("--no-sync");
+    }
+    surroundings(&mut command, account, directory);
+    process::output(&mut command)?;
+    fs::rename(&unfinished, directory.join("data"))
+        .context("Failed to move the new cluster into place")
+}
+
+/// A cluster can only be used by the major version that made it.
+fn programs_for_data(
+    found: PostgresPrograms,
+    version: &str,
+    directory: &Path,
+) -> Result<PostgresPrograms> {
+    if found.major()? == version {
+        return Ok(found);
+    }
+    match PostgresPrograms::of_version(version) {
+        Some(programs) => Ok(programs),
+        None => bail!(
+            "{} was made by Postgres {version}, and Postgres {} is what is installed: delete that directory to begin anew",
+            directory.display(),
+            found.major()?
+        ),
+    }
+}
+
+/// The postmaster writes its state into the eighth line of its pid file; `pg_ctl` looks there too.
+fn is_ready(data: &Path, pid: i32) -> bool {
+    let text = fs::read_to_string(data.join("postmaster.pid")).unwrap_or_default();
+    let mut lines = text.lines();
+    let same = lines.next().and_then(|line| line.trim().parse().ok()) == Some(pid);
+    same && lines.nth(6).is_some_and(|state| state.trim() == "ready")
+}
+
+fn surroundings(command: &mut Command, account: Account, directory: &Path) {
+    command.current_dir(directory).env("LC_ALL", "C");
+    forget_postgres_variables(command);
+    account.apply(command);
+}
+
+/// PGDATA, PGHOST, PGOPTIONS and the like are about some other Postgres.
+fn forget_postgres_variables(command: &mut Command) {
+    let variables = env::vars_os().map(|(name, _)| name);
+    for name in variables.filter(|name: &OsString| name.to_string_lossy().starts_with("PG")) {
+        command.env_remove(name);
+    }
+}

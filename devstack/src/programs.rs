@@ -1,0 +1,194 @@
+//! Where the programs of Postgres and RabbitMQ are, and what to do when they are not there.
+
+use std::env;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+
+use crate::install;
+
+/// Homebrew's two prefixes: Apple silicon, then Intel.
+const HOMEBREW: [&str; 2] = ["/opt/homebrew", "/usr/local"];
+
+/// A directory with `postgres`, `initdb` and `psql`.
+#[derive(Clone, Debug)]
+pub(crate) struct PostgresPrograms {
+    bin: PathBuf,
+}
+
+/// RabbitMQ's scripts, and the `epmd` of the Erlang they run on.
+#[derive(Clone, Debug)]
+pub(crate) struct RabbitMqPrograms {
+    pub(crate) server: PathBuf,
+    pub(crate) ctl: PathBuf,
+    pub(crate) epmd: PathBuf,
+}
+
+/// Makes sure that Postgres and RabbitMQ are on this machine, installing Debian's packages if need be and if it may.
+pub fn ensure_installed() -> Result<()> {
+    ensure_found(true, true)
+}
+
+/// [`ensure_installed`] for the services that are wanted.
+pub fn ensure_found(postgres: bool, rabbitmq: bool) -> Result<()> {
+    let missing = || {
+        let mut missing = Vec::new();
+        if postgres && PostgresPrograms::find().is_none() {
+            missing.push(install::Package::Postgres);
+        }
+        if rabbitmq && RabbitMqPrograms::find().is_none() {
+            missing.push(install::Package::RabbitMq);
+        }
+        missing
+    };
+    if missing().is_empty() {
+        Ok(())
+    } else {
+        install::install(missing)
+    }
+}
+
+impl PostgresPrograms {
+    pub(crate) fn find_or_install() -> Result<Self> {
+        ensure_found(true, false)?;
+        Self::find().context("Postgres was installed but cannot be found")
+    }
+
+    /// `DEVSTACK_POSTGRES_BIN` wins, so that another version can be tried; then `PATH`, then the usual places.
+    fn find() -> Option<Self> {
+        Self::all().into_iter().next()
+    }
+
+    /// The installed programs of one major version, to go on with data which that version wrote.
+    pub(crate) fn of_version(major: &str) -> Option<Self> {
+        Self::all()
+            .into_iter()
+            .find(|found| found.major().is_ok_and(|it| it == major))
+    }
+
+    fn all() -> Vec<Self> {
+        let mut places: Vec<PathBuf> = env::var_os("DEVSTACK_POSTGRES_BIN")
+            .map(PathBuf::from)
+            .into_iter()
+            .collect();
+        places.extend(path_directories());
+        places.extend(newest_first("/usr/lib/postgresql", "", "bin"));
+        places.extend(newest_first("/usr", "pgsql-", "bin"));
+        for prefix in HOMEBREW {
+            places.extend(newest_first(&format!("{prefix}/opt"), "postgresql@", "bin"));
+            places.push(Path::new(prefix).join("bin"));
+        }
+        places.retain(|bin| {
+            ["postgres", "initdb", "psql"]
+                .iter()
+                .all(|name| bin.join(name).is_file())
+        });
+        places.into_iter().map(|bin| Self { bin }).collect()
+    }
+
+    pub(crate) fn program(&self, name: &str) -> PathBuf {
+        self.bin.join(name)
+    }
+
+    /// The major version, as `PG_VERSION` in a data directory spells it.
+    pub(crate) fn major(&self) -> Result<String> {
+        let output = crate::process::output(
+            std::process::Command::new(self.program("postgres")).arg("--version"),
+        )?;
+        // "postgres (PostgreSQL) 15.13 (Debian …)", "postgres (PostgreSQL) 18beta1"
+        let version = output.split_whitespace().nth(2).unwrap_or_default();
+        Ok(version.chars().take_while(char::is_ascii_digit).collect())
+    }
+}
+
+impl RabbitMqPrograms {
+    pub(crate) fn find_or_install() -> Result<Self> {
+        ensure_found(false, true)?;
+        Self::find().context("RabbitMQ was installed but cannot be found")
+    }
+
+    fn find() -> Option<Self> {
+        // Debian's own place comes before PATH: what is in /usr/sbin there is a wrapper that switches to the user
+        // `rabbitmq`, or refuses to run.
+        let mut places = vec![PathBuf::from("/usr/lib/rabbitmq/bin")];
+        for prefix in HOMEBREW {
+            places.push(Path::new(prefix).join("opt/rabbitmq/sbin"));
+            places.push(Path::new(prefix).join("sbin"));
+        }
+        places.extend(path_directories());
+        places.push(PathBuf::from("/usr/sbin"));
+        let bin = places.into_iter().find(|bin| {
+            ["rabbitmq-server", "rabbitmqctl"]
+                .iter()
+                .all(|name| bin.join(name).is_file())
+        })?;
+        Some(Self {
+            server: bin.join("rabbitmq-server"),
+            ctl: bin.join("rabbitmqctl"),
+            epmd: find_epmd()?,
+        })
+    }
+}
+
+fn find_epmd() -> Option<PathBuf> {
+    let mut places = path_directories();
+    places.push(PathBuf::from("/usr/bin"));
+    places.extend(newest_first("/usr/lib/erlang", "erts-", "bin"));
+    for prefix in HOMEBREW {
+        places.push(Path::new(prefix).join("bin"));
+        places.extend(newest_first(
+            &format!("{prefix}/opt/erlang/lib/erlang"),
+            "erts-",
+            "bin",
+        ));
+    }
+    places
+        .into_iter()
+        .map(|bin| bin.join("epmd"))
+        .find(|program| program.is_file())
+}
+
+pub(crate) fn path_directories() -> Vec<PathBuf> {
+    env::var_os("PATH")
+        .map(|path| env::split_paths(&path).collect())
+        .unwrap_or_default()
+}
+
+/// `parent/<prefix><version>/<inside>` for each version there is.
+fn newest_first(parent: &str, prefix: &str, inside: &str) -> Vec<PathBuf> {
+    let mut found: Vec<(Vec<u32>, PathBuf)> = fs::read_dir(parent)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter_map(|entry| {
+            let name = entry.file_name().into_string().ok()?;
+            let version = name.strip_prefix(prefix)?;
+            let version: Option<Vec<u32>> =
+                version.split('.').map(|part| part.parse().ok()).collect();
+            Some((version?, entry.path().join(inside)))
+        })
+        .collect();
+    found.sort_by(|a, b| b.0.cmp(&a.0));
+    found.into_iter().map(|(_, path)| path).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn version_ten_is_newer_than_version_nine() {
+        let parent = env::temp_dir().join(format!("devstack-versions-{}", std::process::id()));
+        for name in ["v9", "v10", "v9.6", "other"] {
+            fs::create_dir_all(parent.join(name)).unwrap();
+        }
+        let found = newest_first(parent.to_str().unwrap(), "v", "bin");
+        fs::remove_dir_all(&parent).unwrap();
+        let expected: Vec<_> = ["v10", "v9.6", "v9"]
+            .iter()
+            .map(|name| parent.join(name).join("bin"))
+            .collect();
+        assert_eq!(found, expected);
+    }
+}

@@ -1,0 +1,340 @@
+//! A private RabbitMQ, with an epmd of its own.
+
+use std::env;
+use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, TcpStream};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use nix::sys::signal::Signal;
+
+use crate::amqp::speaks_amqp;
+use crate::lock::Lock;
+use crate::ports;
+use crate::process;
+use crate::programs::RabbitMqPrograms;
+use crate::service::Service;
+use crate::watchdog::Watchdog;
+use crate::{ATTEMPTS, Options, temporary_directory};
+
+const START: Duration = Duration::from_secs(120);
+const STOP: Duration = Duration::from_secs(30);
+
+/// A laptop's disk may be nearly full, and its memory large: neither should block publishers unless a test wants it.
+const CONFIGURATION: &str = "\
+vm_memory_high_watermark.absolute = 2GB
+disk_free_limit.absolute = 50MB
+";
+
+/// A RabbitMQ of our own on the loopback interface, stopped when dropped or when this process ends in any way.
+#[derive(Debug)]
+pub struct RabbitMq {
+    programs: RabbitMqPrograms,
+    directory: PathBuf,
+    node: String,
+    temporary: bool,
+    ports: Ports,
+    // In the order in which they are to be stopped.
+    server: Service,
+    epmd: Service,
+    // Last: unlocked when everything is stopped.
+    _lock: Lock,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Ports {
+    amqp: u16,
+    distribution: u16,
+    epmd: u16,
+}
+
+impl RabbitMq {
+    /// Starts RabbitMQ with its data in `options.dir`, which it creates if need be.
+    pub fn start(options: &Options) -> Result<Self> {
+        Self::start_in(options, false)
+    }
+
+    /// Starts an empty RabbitMQ whose directory is deleted in the end.
+    pub fn start_temporary(name: &str) -> Result<Self> {
+        let dir = temporary_directory(name).join("rabbitmq");
+        Self::start_in(
+            &Options {
+                dir,
+                durable: false,
+                quiet: true,
+            },
+            true,
+        )
+    }
+
+    pub(crate) fn start_in(options: &Options, temporary: bool) -> Result<Self> {
+        let programs = RabbitMqPrograms::find_or_install()?;
+        let started = Instant::now();
+        let directory = options.dir.clone();
+        fs::create_dir_all(directory.join("conf.d"))
+            .with_context(|| format!("Failed to create {}", directory.display()))?;
+        fs::set_permissions(&directory, fs::Permissions::from_mode(0o700))?;
+        let lock = Lock::acquire(
+            &directory.join("lock"),
+            &format!("The RabbitMQ in {}", directory.display()),
+        )?;
+        let watchdog = Arc::new(Watchdog::start(
+            Some(lock.share()?),
+            temporary.then_some(directory.as_path()),
+        )?);
+        let server = Service::new("rabbitmq", &directory, watchdog.clone());
+        let epmd = Service::new("epmd", &directory, watchdog);
+        server.end_leftover(Signal::SIGTERM)?;
+        epmd.end_leftover(Signal::SIGTERM)?;
+        for log in [server.log(), epmd.log()] {
+            let _ = fs::remove_file(log);
+        }
+
+        let seed = ports::hash(&directory.to_string_lossy());
+        let node = format!("devstack-{seed:016x}@localhost");
+        fs::write(directory.join("rabbitmq.conf"), CONFIGURATION)
+            .context("Failed to write rabbitmq.conf")?;
+        fs::write(directory.join("advanced.config"), "[].\n")
+            .context("Failed to write advanced.config")?;
+        fs::write(directory.join("enabled_plugins"), "[].\n")
+            .context("Failed to write enabled_plugins")?;
+        write_cookie(&directory)?;
+
+        let ports = Ports {
+            amqp: 0,
+            distribution: 0,
+            epmd: 0,
+        };
+        let mut rabbitmq = Self {
+            programs,
+            directory,
+            node,
+            temporary,
+            ports,
+            server,
+            epmd,
+            _lock: lock,
+        };
+        for attempt in 0..ATTEMPTS {
+            let [amqp, distribution, epmd] = ports::free(seed.wrapping_add(attempt * 7))?;
+            rabbitmq.ports = Ports {
+                amqp,
+                distribution,
+                epmd,
+            };
+            match rabbitmq.start_epmd().and_then(|()| rabbitmq.start_again()) {
+                Ok(()) => break,
+                Err(error) => {
+                    rabbitmq.epmd.kill()?;
+                    let lost = [amqp, distribution, epmd]
+                        .iter()
+                        .any(|&port| !ports::is_free(port));
+                    if !lost || attempt + 1 == ATTEMPTS {
+                        return Err(error);
+                    }
+                }
+            }
+        }
+        if !options.quiet {
+            let seconds = started.elapsed().as_secs_f32();
+            eprintln!(
+                "devstack: RabbitMQ is ready on port {} after {seconds:.1} s",
+                rabbitmq.ports.amqp
+            );
+        }
+        Ok(rabbitmq)
+    }
+
+    /// Our own epmd, in the foreground: the one that Erlang would start by itself stays behind as a daemon.
+    fn start_epmd(&self) -> Result<()> {
+        let port = self.ports.epmd.to_string();
+        let configure = |command: &mut Command| {
+            command
+                .arg(&self.programs.epmd)
+                .args(["-port", &port, "-address", "127.0.0.1"]);
+            self.surroundings(command);
+        };
+        let marker = format!("-port {port}");
+        self.epmd.start(
+            Signal::SIGTERM,
+            &marker,
+            configure,
+            Duration::from_secs(10),
+            |_| TcpStream::connect((Ipv4Addr::LOCALHOST, self.ports.epmd)).is_ok(),
+        )
+    }
+
+    /// Starts it after a stop, with the same port and data; returns when it speaks AMQP.
+    pub fn start_again(&self) -> Result<()> {
+        let configure = |command: &mut Command| {
+            command.arg(&self.programs.server);
+            self.surroundings(command);
+        };
+        let signal = if self.temporary {
+            Signal::SIGKILL
+        } else {
+            Signal::SIGTERM
+        };
+        self.server
+            .start(signal, &self.node, configure, START, |_| {
+                speaks_amqp(self.ports.amqp)
+            })
+    }
+
+    /// Everything that would otherwise be a place or a port shared with other instances.
+    fn surroundings(&self, command: &mut Command) {
+        for (name, _) in env::vars_os() {
+            let text = name.to_string_lossy();
+            if ["RABBITMQ_", "ERL_", "ELIXIR_"]
+                .iter()
+                .any(|prefix| text.starts_with(prefix))
+            {
+                command.env_remove(name);
+            }
+        }
+        let at = |name: &str| self.directory.join(name);
+        command
+            .current_dir(&self.directory)
+            .env_remove("NOTIFY_SOCKET")
+            .env("HOME", &self.directory)
+            .env("ERL_EPMD_PORT", self.ports.epmd.to_string())
+            .env("ERL_EPMD_ADDRESS", "127.0.0.1")
+            .env("ERL_CRASH_DUMP", "/dev/null")
+            .env("RABBITMQ_NODENAME", &self.node)
+            .env("RABBITMQ_NODE_IP_ADDRESS", "127.0.0.1")
+            .env("RABBITMQ_NODE_PORT", self.ports.amqp.to_string())
+            .env("RABBITMQ_DIST_PORT", self.ports.distribution.to_string())
+            .env("RABBITMQ_CONF_ENV_FILE", "/dev/null")
+            .env("RABBITMQ_CONFIG_FILE", at("rabbitmq.conf"))
+            .env("RABBITMQ_CONFIG_FILES", at("conf.d"))
+            .env("RABBITMQ_ADVANCED_CONFIG_FILE", at("advanced.config"))
+            .env("RABBITMQ_ENABLED_PLUGINS_FILE", at("enabled_plugins"))
+            .env("RABBITMQ_GENERATED_CONFIG_DIR", at("config"))
+            .env("RABBITMQ_SCHEMA_DIR", at("schema"))
+            .env("RABBITMQ_MNESIA_BASE", at("mnesia"))
+            .env("RABBITMQ_FEATURE_FLAGS_FILE", at("feature_flags"))
+            .env("RABBITMQ_LOG_BASE", &self.directory)
+            // To stdout, and so into the one log file.
+            .env("RABBITMQ_LOGS", "-")
+            .env("TERM", "dumb")
+            .env("RABBITMQ_PID_FILE", at("node.pid"))
+            // Makes the script become Erlang rather than wait for it, so that there is one process to stop.
+            .env("RABBITMQ_ALLOW_INPUT", "true")
+            // Two schedulers that do not spin: this is a guest on someone's machine. The last flag means nothing to
+            // Erlang; it makes the process known by its command line.
+            .env(
+                "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS",
+                format!(
+                    "-noinput +S 2:2 +sbwt none +sbwtdcpu none +sbwtdio none \
+                     -kernel inet_dist_use_interface {{127,0,0,1}} -devstack {}",
+                    self.node
+                ),
+            )
+            .env(
+                "RABBITMQ_CTL_ERL_ARGS",
+                "+S 1:1 +sbwt none +sbwtdcpu none +sbwtdio none",
+            )
+            // Keeps rabbitmqctl from complaining when the locale is not UTF-8.
+            .env("ELIXIR_ERL_OPTIONS", "+fnu");
+    }
+
+    /// Stops it in an orderly manner.
+    pub fn stop(&self) -> Result<()> {
+        self.server.stop(Signal::SIGTERM, STOP)
+    }
+
+    /// SIGKILL.
+    pub fn kill(&self) -> Result<()> {
+        self.server.kill()
+    }
+
+    /// SIGSTOP: connections stay open and nothing answers.
+    pub fn pause(&self) -> Result<()> {
+        self.server.pause()
+    }
+
+    /// Ends a pause.
+    pub fn resume(&self) -> Result<()> {
+        self.server.resume()
+    }
+
+    /// The address of the virtual host `/`.
+    pub fn url(&self) -> String {
+        format!("amqp://guest:guest@127.0.0.1:{}/%2f", self.ports.amqp)
+    }
+
+    /// The AMQP port on 127.0.0.1; the same after [`RabbitMq::start_again`].
+    pub fn port(&self) -> u16 {
+        self.ports.amqp
+    }
+
+    /// What `rabbitmqctl --quiet` prints for this node. A call takes a second or two.
+    pub fn ctl(&self, args: &[&str]) -> Result<String> {
+        let mut command = Command::new(&self.programs.ctl);
+        command.arg("--quiet").args(args);
+        self.surroundings(&mut command);
+        process::output(&mut command)
+    }
+
+    /// Makes the broker block all connections that publish.
+    pub fn raise_memory_alarm(&self) -> Result<()> {
+        self.ctl(&["set_vm_memory_high_watermark", "0"]).map(drop)
+    }
+
+    /// Ends the alarm.
+    pub fn clear_memory_alarm(&self) -> Result<()> {
+        self.ctl(&["set_vm_memory_high_watermark", "absolute", "2GB"])
+            .map(drop)
+    }
+
+    /// Makes the broker close every connection.
+    pub fn close_all_connections(&self, reason: &str) -> Result<()> {
+        self.ctl(&["close_all_connections", reason]).map(drop)
+    }
+
+    /// Where RabbitMQ writes its log.
+    pub fn log(&self) -> PathBuf {
+        self.server.log()
+    }
+}
+
+impl Drop for RabbitMq {
+    fn drop(&mut self) {
+        let server = if self.temporary {
+            self.kill()
+        } else {
+            self.stop()
+        };
+        for error in [server, self.epmd.kill()]
+            .into_iter()
+            .filter_map(Result::err)
+        {
+            eprintln!("devstack: {error:#}");
+        }
+    }
+}
+
+/// The secret between the node and rabbitmqctl. Erlang refuses one that others can read.
+fn write_cookie(directory: &Path) -> Result<()> {
+    let path = directory.join(".erlang.cookie");
+    if path.exists() {
+        return Ok(());
+    }
+    let mut random = [0; 16];
+    File::open("/dev/urandom")
+        .and_then(|mut source| source.read_exact(&mut random))
+        .context("No randomness")?;
+    let cookie: String = random.iter().map(|byte| format!("{byte:02X}")).collect();
+    let file = File::options()
+        .write(true)
+        .create_new(true)
+        .mode(0o400)
+        .open(&path);
+    file.and_then(|mut file| file.write_all(cookie.as_bytes()))
+        .context("Failed to write .erlang.cookie")
+}

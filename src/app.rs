@@ -1,0 +1,201 @@
+//! Builds the parts, runs them under one token, and stops them under a deadline.
+
+use std::{net::SocketAddr, sync::Arc};
+
+use anyhow::Context;
+use tokio::{net::TcpListener, task::JoinSet};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+use uuid::Uuid;
+
+use crate::{
+    backoff::Backoff,
+    broker::{self, Broker},
+    config::Settings,
+    dispatcher::Dispatcher,
+    health::Health,
+    http::Pages,
+    intake::Intake,
+    janitor::Janitor,
+    metrics::Metrics,
+    policy::{Jitter, Policy, PolicyBook},
+    store::Store,
+    wake::Wake,
+    wire::Rules,
+};
+
+/// A service that listens but does not yet work.
+pub struct App {
+    settings: Settings,
+    listener: TcpListener,
+    broker: Broker,
+    store: Store,
+    book: PolicyBook,
+    metrics: Arc<Metrics>,
+}
+
+impl App {
+    /// Takes the port and checks what can be checked without the other side.
+    pub async fn new(settings: Settings) -> anyhow::Result<Self> {
+        let address = SocketAddr::new(settings.http_host, settings.http_port);
+        let listener = TcpListener::bind(address)
+            .await
+            .with_context(|| format!("HTTP_PORT: cannot listen on {address}"))?;
+        let instance = format!("{}-{}", settings.service_name, Uuid::new_v4().simple());
+        Ok(Self {
+            broker: Broker::new(&settings)?,
+            store: Store::open(&settings, &instance)?,
+            book: policy_book(&settings)?,
+            metrics: Arc::new(Metrics::new(settings.metrics_max_queues)?),
+            listener,
+            settings,
+        })
+    }
+
+    /// Where HTTP is served.
+    pub fn address(&self) -> anyhow::Result<SocketAddr> {
+        Ok(self.listener.local_addr()?)
+    }
+
+    /// Serves until `shutdown` resolves, then stops: what is in hand is finished
+    /// or rolled back, and connections are closed, all within the deadline.
+    pub async fn run(self, shutdown: impl Future<Output = ()>) -> anyhow::Result<()> {
+        let cancelled = CancellationToken::new();
+        let deadline = self.settings.shutdown_timeout;
+        let store = self.store.clone();
+        let mut parts = self.start(&cancelled)?;
+        tokio::select! {
+            () = shutdown => {}
+            // Parts end only when told to, or by a panic: then stop as a whole,
+            // and let whoever watches this process start it anew.
+            ended = parts.join_next() => {
+                cancelled.cancel();
+                match ended {
+                    Some(Err(e)) => anyhow::bail!("a part of the service failed: {e}"),
+                    _ => anyhow::bail!("a part of the service ended unasked"),
+                }
+            }
+        }
+        info!("stopping: finishing what is in hand");
+        cancelled.cancel();
+        let drained = tokio::time::timeout(deadline, async {
+            while parts.join_next().await.is_some() {}
+            store.close().await;
+        });
+        if drained.await.is_err() {
+            warn!(?deadline, "not all parts stopped in time; leaving the rest");
+        }
+        info!("stopped");
+        Ok(())
+    }
+
+    fn start(self, cancelled: &CancellationToken) -> anyhow::Result<JoinSet<()>> {
+        let health = Health::default();
+        let wake = Arc::new(Wake::default());
+        let settings = &self.settings;
+        let rules = Rules {
+            book: self.book.clone(),
+            allowed: settings.allowed_queues.clone(),
+            intake_queue: settings.retry_queue.clone(),
+            max_payload_bytes: settings.max_payload_bytes,
+            max_age: settings.max_age,
+        };
+        let intake = Intake {
+            broker: self.broker.clone(),
+            store: self.store.clone(),
+            rules: Arc::new(rules),
+            wake: wake.clone(),
+            metrics: self.metrics.clone(),
+            part: health.part("consumer"),
+            prefetch: settings.intake_prefetch,
+            batch: settings.intake_batch,
+            linger: settings.intake_linger,
+        };
+        let review_queue = broker::short(&settings.manual_review_queue)?;
+        let dispatchers: Vec<Dispatcher> = (1..=settings.dispatch_workers)
+            .map(|n| Dispatcher {
+                broker: self.broker.clone(),
+                store: self.store.clone(),
+                book: self.book.clone(),
+                wake: wake.clone(),
+                metrics: self.metrics.clone(),
+                part: health.part(format!("publisher-{n}")),
+                service: settings.service_name.clone(),
+                review_queue: review_queue.clone(),
+                review_format: settings.review_format,
+                batch: settings.dispatch_batch,
+                batch_bytes: settings.dispatch_batch_bytes,
+                poll_interval: settings.retry_poll_interval,
+            })
+            .collect();
+        let janitor = Janitor {
+            store: self.store.clone(),
+            metrics: self.metrics.clone(),
+        };
+        let router = Pages {
+            store: self.store.clone(),
+            health,
+            metrics: self.metrics.clone(),
+        }
+        .router();
+
+        let mut parts = JoinSet::new();
+        let migrate = settings.migrate_on_start;
+        let (store, token) = (self.store, cancelled.clone());
+        let listener = self.listener;
+        parts.spawn(async move {
+            let served = axum::serve(listener, router)
+                .with_graceful_shutdown(token.cancelled_owned())
+                .await;
+            if let Err(e) = served {
+                warn!(error = %e, "HTTP ended");
+            }
+        });
+        let token = cancelled.clone();
+        parts.spawn(async move {
+            if migrate && !migrated(&store, &token).await {
+                return;
+            }
+            let mut loops = JoinSet::new();
+            loops.spawn(intake.run(token.clone()));
+            loops.spawn(janitor.run(token.clone()));
+            for dispatcher in dispatchers {
+                loops.spawn(dispatcher.run(token.clone()));
+            }
+            while let Some(ended) = loops.join_next().await {
+                if let Err(e) = ended {
+                    std::panic::resume_unwind(e.into_panic());
+                }
+            }
+        });
+        Ok(parts)
+    }
+}
+
+/// Tries until it works: Postgres may start after us.
+async fn migrated(store: &Store, cancelled: &CancellationToken) -> bool {
+    let mut backoff = Backoff::default();
+    while !cancelled.is_cancelled() {
+        match store.migrate().await {
+            Ok(()) => return true,
+            Err(e) => warn!(error = format!("{e:#}"), "migrations are not applied yet"),
+        }
+        backoff.wait(cancelled).await;
+    }
+    false
+}
+
+/// The settings' own policy, for all messages.
+fn policy_book(settings: &Settings) -> anyhow::Result<PolicyBook> {
+    let default = Policy {
+        max_retries: settings.default_max_retries,
+        base_delay: settings.base_delay,
+        max_delay: settings.max_delay,
+        jitter: Jitter::Additive {
+            up_to: settings.jitter,
+        },
+        max_age: Some(settings.max_age),
+        ..Policy::default()
+    };
+    Ok(PolicyBook::presets(default)?)
+}

@@ -1,0 +1,353 @@
+//! Dispatcher: due rows go back to their queues, spent ones to review.
+
+use std::{sync::Arc, time::Duration};
+
+use lapin::types::ShortString;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use crate::{
+    backoff::Backoff,
+    broker::{Broker, Fault, Outcome, Publisher},
+    config::ReviewFormat,
+    health::Part,
+    metrics::Metrics,
+    policy::PolicyBook,
+    store::{Store, StoreError},
+    task::{Reason, Settlement, Task},
+    wake::Wake,
+    wire::{self, Outgoing},
+};
+
+/// Something is due but others hold it: look again soon, not at once.
+const CONTENDED_NAP: Duration = Duration::from_millis(50);
+
+/// The loop that publishes what is due. Several may run, on several instances.
+pub struct Dispatcher {
+    /// Where messages go.
+    pub broker: Broker,
+    /// Where rows are claimed.
+    pub store: Store,
+    /// For the backoff of retries that found no queue.
+    pub book: PolicyBook,
+    /// Rings when intake stored something that is due soon.
+    pub wake: Arc<Wake>,
+    /// Counts.
+    pub metrics: Arc<Metrics>,
+    /// Says whether we can publish.
+    pub part: Part,
+    /// Named in the headers of what we publish.
+    pub service: String,
+    /// Where people look.
+    pub review_queue: ShortString,
+    /// How people read.
+    pub review_format: ReviewFormat,
+    /// Most rows in a transaction.
+    pub batch: usize,
+    /// Most payload bytes in a transaction.
+    pub batch_bytes: usize,
+    /// Longest sleep.
+    pub poll_interval: Duration,
+}
+
+/// What one turn of the loop found.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Turn {
+    /// As many rows as were asked for: there may be more.
+    Full,
+    /// Fewer: all that was due.
+    Short,
+    /// None that nobody else holds.
+    Nothing,
+}
+
+/// Why a turn failed. Its rows are as they were, or settled as far as known.
+#[derive(Debug, thiserror::Error)]
+pub enum TurnError {
+    /// The publisher is spent.
+    #[error(transparent)]
+    Broker(#[from] Fault),
+    /// The store failed.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+/// A claimed row, where it is bound, and how its turn ended: `None` leaves it
+/// as it was, for another turn.
+struct Bound {
+    task: Task,
+    review: Option<Reason>,
+    end: Option<Settlement>,
+}
+
+impl Dispatcher {
+    /// Runs until cancelled; a batch in hand is finished first.
+    pub async fn run(self, cancelled: CancellationToken) {
+        let mut backoff = Backoff::default();
+        let mut connected_before = false;
+        while !cancelled.is_cancelled() {
+            match self.broker.publisher(&self.review_queue.to_string()).await {
+                Ok(mut publisher) => {
+                    if connected_before {
+                        self.metrics
+                            .reconnects
+                            .with_label_values(&["dispatch"])
+                            .inc();
+                    }
+                    connected_before = true;
+                    self.part.up("connected");
+                    let fault = self.serve(&mut publisher, &cancelled, &mut backoff).await;
+                    match &fault {
+                        None => self.part.down("stopped"),
+                        Some(why) => {
+                            self.part.down(why);
+                            warn!(error = why, "the dispatcher lost its connection");
+                        }
+                    }
+                    publisher.close().await;
+                }
+                Err(e) => {
+                    self.part.down(e.to_string());
+                    warn!(error = %e, "the dispatcher cannot connect yet");
+                }
+            }
+            backoff.wait(&cancelled).await;
+        }
+    }
+
+    /// Works with one publisher until it is spent (why) or we are cancelled.
+    async fn serve(
+        &self,
+        publisher: &mut Publisher,
+        cancelled: &CancellationToken,
+        backoff: &mut Backoff,
+    ) -> Option<String> {
+        // Turns to take one row at a time, to find the one the broker chokes on.
+        let mut careful = 0_usize;
+        while !cancelled.is_cancelled() {
+            if let Err(why) = publisher.usable() {
+                if !publisher.blocked() {
+                    return Some(why.to_owned());
+                }
+                // An alarm passes: publish nothing, keep the connection, look again.
+                self.part.down(why);
+                self.nap(self.poll_interval, cancelled).await;
+                continue;
+            }
+            self.part.up("connected");
+            let rows = if careful > 0 { 1 } else { self.batch };
+            careful = careful.saturating_sub(1);
+            match self.run_once(publisher, rows).await {
+                Ok(Turn::Full) => backoff.reset(),
+                Ok(turn) => {
+                    backoff.reset();
+                    self.rest(&turn, cancelled).await;
+                }
+                Err(TurnError::Broker(Fault::Channel(why))) => {
+                    careful = self.batch;
+                    warn!(error = why, "one message closed the channel; finding which");
+                    if let Err(e) = publisher.reopen().await {
+                        return Some(e.to_string());
+                    }
+                }
+                Err(TurnError::Broker(fault)) => return Some(fault.to_string()),
+                Err(TurnError::Store(e)) => {
+                    self.metrics.store_errors.inc();
+                    warn!(error = %e, "the dispatcher cannot reach the store");
+                    backoff.wait(cancelled).await;
+                }
+            }
+        }
+        None
+    }
+
+    /// Sleeps until something is due, at most the poll interval.
+    async fn rest(&self, turn: &Turn, cancelled: &CancellationToken) {
+        let now = Instant::now();
+        let nap = match self.store.next_due().await {
+            Ok(Some(Duration::ZERO)) if *turn == Turn::Nothing => CONTENDED_NAP,
+            Ok(Some(due)) => due,
+            Ok(None) | Err(_) => self.poll_interval,
+        };
+        let latest = now + nap.min(self.poll_interval);
+        cancelled.run_until_cancelled(self.wake.sleep(latest)).await;
+    }
+
+    async fn nap(&self, nap: Duration, cancelled: &CancellationToken) {
+        cancelled.run_until_cancelled(tokio::time::sleep(nap)).await;
+    }
+
+    /// Claims up to `rows` due rows, publishes them and settles what is known.
+    pub async fn run_once(
+        &self,
+        publisher: &mut Publisher,
+        rows: usize,
+    ) -> Result<Turn, TurnError> {
+        let mut claim = self.store.claim(rows, self.batch_bytes).await?;
+        let started = Instant::now();
+        let tasks = std::mem::take(&mut claim.tasks);
+        if tasks.is_empty() {
+            claim.settle(&[]).await?;
+            return Ok(Turn::Nothing);
+        }
+        self.metrics.dispatch_batch.observe(tasks.len() as f64);
+        let full = claim.full;
+
+        let mut bound: Vec<Bound> = Vec::with_capacity(tasks.len());
+        let mut outgoing = Vec::with_capacity(tasks.len());
+        for mut task in tasks {
+            let review = task.review_reason();
+            let end = match self.address(&mut task, review) {
+                Ok(message) => {
+                    outgoing.push(message);
+                    None
+                }
+                Err(error) => Some(self.failed(&task, review, error)),
+            };
+            bound.push(Bound { task, review, end });
+        }
+        let (outcomes, fault) = publisher.publish(&outgoing).await;
+        let culprit = match &fault {
+            Some(Fault::Channel(why)) if outgoing.len() == 1 => Some(why.clone()),
+            _ => None,
+        };
+        drop(outgoing);
+        let mut review_is_missing = false;
+        let published = bound.iter_mut().filter(|b| b.end.is_none());
+        for (bound, outcome) in published.zip(&outcomes) {
+            review_is_missing |= bound.review.is_some() && matches!(outcome, Outcome::Returned(_));
+            bound.end = self.end(bound, outcome, culprit.as_deref());
+        }
+        let ends: Vec<(i64, &Settlement)> = bound
+            .iter()
+            .filter_map(|b| Some((b.task.id, b.end.as_ref()?)))
+            .collect();
+        claim.settle(&ends).await?;
+        self.tell(&bound, started.elapsed());
+        if review_is_missing && let Err(e) = publisher.ensure_queue(&self.review_queue).await {
+            return Err(Fault::Connection(e.to_string()).into());
+        }
+        match fault {
+            Some(fault) => Err(fault.into()),
+            None if full => Ok(Turn::Full),
+            None => Ok(Turn::Short),
+        }
+    }
+
+    fn address(&self, task: &mut Task, review: Option<Reason>) -> Result<Outgoing, String> {
+        match review {
+            Some(reason) => wire::review(task, reason, &self.review_queue, self.review_format),
+            None => wire::republish(task, &self.service),
+        }
+    }
+
+    fn end(&self, bound: &Bound, outcome: &Outcome, culprit: Option<&str>) -> Option<Settlement> {
+        let retry_count = bound.task.next_count();
+        match (outcome, bound.review) {
+            (Outcome::Confirmed, None) => Some(Settlement::Retried { retry_count }),
+            (Outcome::Confirmed, Some(reason)) => Some(Settlement::Reviewed(reason)),
+            (Outcome::Returned(why), _) => Some(self.failed(
+                &bound.task,
+                bound.review,
+                format!("queue {:?} does not exist ({why})", bound.task.queue),
+            )),
+            (Outcome::Refused, _) => Some(Settlement::Deferred {
+                delay: self.delay(&bound.task),
+            }),
+            (Outcome::Unknown, _) => {
+                culprit.map(|why| self.failed(&bound.task, bound.review, why.to_owned()))
+            }
+        }
+    }
+
+    /// A failed execution. What is bound for review is never spent: there is
+    /// nowhere else for it to go.
+    fn failed(&self, task: &Task, review: Option<Reason>, error: String) -> Settlement {
+        let delay = self.delay(task);
+        if review.is_some() {
+            warn!(
+                message_id = %task.message_id,
+                error = %crate::telemetry::one_line(&error),
+                "review could not be reached; will try again"
+            );
+            return Settlement::Deferred { delay };
+        }
+        // Even a free attempt counts here, or a missing queue would never end.
+        let retry_count = task.retry_count.saturating_add(1);
+        let spent = retry_count >= task.max_retries;
+        Settlement::Failed {
+            retry_count,
+            delay: if spent { Duration::ZERO } else { delay },
+            error,
+            reason: spent.then_some(Reason::Unroutable),
+        }
+    }
+
+    fn delay(&self, task: &Task) -> Duration {
+        let policy = self.book.named(task.policy.as_deref().unwrap_or_default());
+        policy.delay(task.retry_count.unsigned_abs(), fastrand::f64())
+    }
+
+    /// Metrics and logs, once it is durable.
+    fn tell(&self, bound: &[Bound], took: Duration) {
+        self.metrics.dispatch_seconds.observe(took.as_secs_f64());
+        for Bound { task, end, .. } in bound {
+            let Some(end) = end else { continue };
+            let message_id = task.message_id;
+            let queue = task.queue.as_str();
+            match end {
+                Settlement::Retried { retry_count } => {
+                    self.metrics.republished(queue, task.late + took);
+                    info!(
+                        event_type = "retry_attempt",
+                        %message_id,
+                        queue,
+                        attempt = retry_count,
+                        max_retries = task.max_retries,
+                        "sent back to its queue"
+                    );
+                }
+                Settlement::Reviewed(reason) => {
+                    self.metrics.reviewed(queue, *reason);
+                    warn!(
+                        event_type = "exhausted",
+                        %message_id,
+                        queue,
+                        attempt = task.retry_count,
+                        reason = reason.as_str(),
+                        "given to review"
+                    );
+                }
+                Settlement::Failed {
+                    retry_count,
+                    delay,
+                    error,
+                    ..
+                } => {
+                    self.metrics.republish_failed(queue);
+                    warn!(
+                        event_type = "returned",
+                        %message_id,
+                        queue,
+                        attempt = retry_count,
+                        delay_ms = delay.as_millis() as u64,
+                        error = %crate::telemetry::one_line(error),
+                        "could not be sent back"
+                    );
+                }
+                Settlement::Deferred { delay } => {
+                    self.metrics.deferred.inc();
+                    info!(
+                        event_type = "deferred",
+                        %message_id,
+                        queue,
+                        attempt = task.retry_count,
+                        delay_ms = delay.as_millis() as u64,
+                        "the broker would not take it now"
+                    );
+                }
+            }
+        }
+    }
+}

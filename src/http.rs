@@ -1,0 +1,109 @@
+//! HTTP: health, readiness and metrics.
+
+use std::sync::Arc;
+
+use axum::{
+    Json, Router,
+    extract::State,
+    http::{StatusCode, header},
+    response::{IntoResponse, Response},
+    routing::get,
+};
+use serde_json::json;
+use tracing::error;
+
+use crate::{
+    health::{Health, PartState},
+    metrics::Metrics,
+    store::Store,
+};
+
+/// What the pages show.
+#[derive(Clone)]
+pub struct Pages {
+    /// Asked whether Postgres answers.
+    pub store: Store,
+    /// The loops' own word.
+    pub health: Health,
+    /// For Prometheus.
+    pub metrics: Arc<Metrics>,
+}
+
+impl Pages {
+    /// All routes.
+    pub fn router(self) -> Router {
+        Router::new()
+            .route("/health", get(health))
+            .route("/ready", get(ready))
+            .route("/metrics", get(metrics))
+            .with_state(self)
+    }
+
+    async fn parts(&self) -> Vec<PartState> {
+        let answer = self.store.ping().await;
+        let mut parts = vec![PartState {
+            name: "postgres".into(),
+            up: answer.is_ok(),
+            detail: answer.map_or_else(|e| e.to_string(), |()| "answers".into()),
+        }];
+        parts.extend(self.health.parts());
+        parts
+    }
+}
+
+/// Alive as long as it answers; the parts are for people.
+async fn health(State(pages): State<Pages>) -> Response {
+    let parts = pages.parts().await;
+    let degraded = parts.iter().any(|p| !p.up);
+    Json(json!({
+        "status": if degraded { "degraded" } else { "ok" },
+        "version": env!("CARGO_PKG_VERSION"),
+        "parts": describe(&parts),
+    }))
+    .into_response()
+}
+
+/// 200 only when every part works; else 503 with the names of those that do not.
+async fn ready(State(pages): State<Pages>) -> Response {
+    let parts = pages.parts().await;
+    let down: Vec<&str> = parts
+        .iter()
+        .filter(|p| !p.up)
+        .map(|p| p.name.as_str())
+        .collect();
+    let status = if down.is_empty() {
+        StatusCode::OK
+    } else {
+        StatusCode::SERVICE_UNAVAILABLE
+    };
+    let body = json!({
+        "ready": down.is_empty(),
+        "down": down,
+        "parts": describe(&parts),
+    });
+    (status, Json(body)).into_response()
+}
+
+async fn metrics(State(pages): State<Pages>) -> Response {
+    let parts: Vec<(String, bool)> = pages
+        .health
+        .parts()
+        .into_iter()
+        .map(|p| (p.name, p.up))
+        .collect();
+    match pages.metrics.render(&parts, pages.store.pool_usage()) {
+        Ok(text) => ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response(),
+        Err(e) => {
+            error!(error = %e, "metrics could not be rendered");
+            StatusCode::INTERNAL_SERVER_ERROR.into_response()
+        }
+    }
+}
+
+fn describe(parts: &[PartState]) -> serde_json::Value {
+    parts
+        .iter()
+        .map(|p| (p.name.clone(), json!({ "up": p.up, "detail": p.detail })))
+        .collect::<serde_json::Map<_, _>>()
+        .into()
+}

@@ -1,0 +1,228 @@
+//! Rows fall due: claim them, settle them, ask when to look again.
+
+use std::{error::Error, str::FromStr, time::Duration};
+
+use sqlx::{FromRow, Row, postgres::PgRow};
+
+use super::{Store, StoreError, Tx, millis};
+use crate::task::{Labels, Reason, Settlement, Status, Task};
+
+/// Locked rows and the transaction that holds them. Dropped, they are as they
+/// were, and free for any instance.
+pub struct Claim {
+    tx: Tx,
+    /// The rows, oldest due first.
+    pub tasks: Vec<Task>,
+    /// There may be more due than were taken.
+    pub full: bool,
+}
+
+/// Locks in a query of its own: an `UPDATE … WHERE id IN (SELECT … FOR UPDATE
+/// SKIP LOCKED LIMIT n)` can take more than n. Rows past the byte budget are
+/// left out after locking; they are free again with the commit.
+const CLAIM: &str = "
+    WITH due AS MATERIALIZED (
+        SELECT *
+        FROM retry_queue
+        WHERE status = 'pending' AND next_retry_at <= statement_timestamp()
+        ORDER BY next_retry_at
+        LIMIT $1
+        FOR UPDATE SKIP LOCKED
+    ), measured AS (
+        SELECT *,
+               count(*) OVER () AS locked,
+               sum(octet_length(original_payload)) OVER (ORDER BY next_retry_at, id)
+                   - octet_length(original_payload) AS bytes_before
+        FROM due
+    )
+    SELECT id, message_id, producer_id, original_payload, original_queue, properties,
+           error_reason, error_class, retry_count, max_retries, free_attempt, reason,
+           first_failed_at, last_failed_at, policy, category, tenant_id, correlation_id, trace_id,
+           locked, COALESCE(expires_at <= statement_timestamp(), FALSE) AS expired,
+           (EXTRACT(EPOCH FROM clock_timestamp() - next_retry_at) * 1000000)::bigint AS late_us
+    FROM measured
+    WHERE bytes_before < $2
+    ORDER BY next_retry_at, id";
+
+/// One statement for the whole batch and its history. `clock_timestamp()`: the
+/// transaction began before the broker was asked.
+const SETTLE: &str = "
+    WITH outcome AS (
+        SELECT *
+        FROM unnest($1::bigint[], $2::text[], $3::text[], $4::int[], $5::bigint[], $6::text[],
+                    $7::text[])
+            AS o (id, event_type, status, retry_count, delay_ms, reason, error)
+    ), settled AS (
+        UPDATE retry_queue q
+        SET status = o.status,
+            retry_count = COALESCE(o.retry_count, q.retry_count),
+            next_retry_at = CASE WHEN o.delay_ms IS NULL THEN q.next_retry_at
+                ELSE LEAST(clock_timestamp() + o.delay_ms * interval '1 millisecond',
+                           q.expires_at) END,
+            free_attempt = q.free_attempt AND o.status = 'pending',
+            reason = COALESCE(o.reason, q.reason),
+            error_reason = COALESCE(o.error, q.error_reason),
+            settled_at = CASE WHEN o.status = 'pending' THEN q.settled_at
+                              ELSE clock_timestamp() END
+        FROM outcome o
+        WHERE q.id = o.id
+        RETURNING q.id, o.event_type, q.status, q.retry_count, q.next_retry_at, q.reason,
+                  o.delay_ms, o.error
+    )
+    INSERT INTO retry_events (task_id, event_type, status, retry_count, next_retry_at, reason,
+                              delay_ms, error, instance)
+    SELECT id, event_type, status, retry_count, next_retry_at, reason, delay_ms, error, $8
+    FROM settled";
+
+impl Store {
+    /// Locks up to `rows` due rows, or as many as `bytes` of payload allow.
+    pub async fn claim(&self, rows: usize, bytes: usize) -> Result<Claim, StoreError> {
+        let mut tx = self.begin().await?;
+        let query = sqlx::query(CLAIM)
+            .bind(i64::try_from(rows).unwrap_or(i64::MAX))
+            .bind(i64::try_from(bytes).unwrap_or(i64::MAX));
+        let found = tx.run(|c| query.fetch_all(c)).await?;
+        let locked = match found.first() {
+            Some(row) => row.try_get::<i64, _>("locked")?,
+            None => 0,
+        };
+        let tasks = found
+            .iter()
+            .map(Task::from_row)
+            .collect::<Result<Vec<_>, _>>()?;
+        Ok(Claim {
+            tx,
+            full: usize::try_from(locked).is_ok_and(|n| n >= rows || n > tasks.len()),
+            tasks,
+        })
+    }
+
+    /// How long until the next row is due; zero when one is due already.
+    pub async fn next_due(&self) -> Result<Option<Duration>, StoreError> {
+        let micros: Option<i64> = self
+            .within(
+                sqlx::query_scalar(
+                    "SELECT (EXTRACT(EPOCH FROM min(next_retry_at) - clock_timestamp())
+                             * 1000000)::bigint
+                     FROM retry_queue WHERE status = 'pending'",
+                )
+                .fetch_one(&self.pool),
+            )
+            .await?;
+        Ok(micros.map(|us| Duration::from_micros(u64::try_from(us).unwrap_or(0))))
+    }
+}
+
+impl Claim {
+    /// Writes how each row ended, with its event. Rows that are not named stay
+    /// as they were.
+    pub async fn settle(mut self, ends: &[(i64, &Settlement)]) -> Result<(), StoreError> {
+        if ends.is_empty() {
+            return self.tx.rollback().await;
+        }
+        let mut ids = Vec::with_capacity(ends.len());
+        let mut kinds = Vec::with_capacity(ends.len());
+        let mut statuses = Vec::with_capacity(ends.len());
+        let mut counts = Vec::with_capacity(ends.len());
+        let mut delays = Vec::with_capacity(ends.len());
+        let mut reasons = Vec::with_capacity(ends.len());
+        let mut errors: Vec<Option<&str>> = Vec::with_capacity(ends.len());
+        for (id, end) in ends {
+            let (kind, status, count, delay, reason, error) = match end {
+                Settlement::Retried { retry_count } => (
+                    "retry_attempt",
+                    Status::Retried,
+                    Some(*retry_count),
+                    None,
+                    None,
+                    None,
+                ),
+                Settlement::Reviewed(reason) => {
+                    ("exhausted", Status::Failed, None, None, Some(*reason), None)
+                }
+                Settlement::Failed {
+                    retry_count,
+                    delay,
+                    error,
+                    reason,
+                } => (
+                    "returned",
+                    Status::Pending,
+                    Some(*retry_count),
+                    Some(*delay),
+                    *reason,
+                    Some(error.as_str()),
+                ),
+                Settlement::Deferred { delay } => {
+                    ("deferred", Status::Pending, None, Some(*delay), None, None)
+                }
+            };
+            ids.push(*id);
+            kinds.push(kind);
+            statuses.push(status.as_str());
+            counts.push(count);
+            delays.push(delay.map(millis));
+            reasons.push(reason.map(Reason::as_str));
+            errors.push(error);
+        }
+        let instance = self.tx.instance.clone();
+        let query = sqlx::query(SETTLE)
+            .bind(&ids)
+            .bind(&kinds)
+            .bind(&statuses)
+            .bind(&counts)
+            .bind(&delays)
+            .bind(&reasons)
+            .bind(&errors)
+            .bind(&*instance);
+        self.tx.run(|c| query.execute(c)).await?;
+        self.tx.commit().await
+    }
+}
+
+pub(super) fn parsed<T>(row: &PgRow, column: &str) -> Result<T, sqlx::Error>
+where
+    T: FromStr,
+    T::Err: Error + Send + Sync + 'static,
+{
+    row.try_get::<&str, _>(column)?
+        .parse()
+        .map_err(|e: T::Err| sqlx::Error::Decode(e.into()))
+}
+
+impl FromRow<'_, PgRow> for Task {
+    fn from_row(row: &PgRow) -> Result<Self, sqlx::Error> {
+        let reason: Option<&str> = row.try_get("reason")?;
+        let late_us: i64 = row.try_get("late_us")?;
+        Ok(Self {
+            id: row.try_get("id")?,
+            message_id: row.try_get("message_id")?,
+            producer_id: row.try_get("producer_id")?,
+            payload: row.try_get("original_payload")?,
+            queue: row.try_get("original_queue")?,
+            properties: row
+                .try_get::<Option<_>, _>("properties")?
+                .unwrap_or_default(),
+            error: row.try_get("error_reason")?,
+            class: row.try_get("error_class")?,
+            retry_count: row.try_get("retry_count")?,
+            max_retries: row.try_get("max_retries")?,
+            free: row.try_get("free_attempt")?,
+            policy: row.try_get("policy")?,
+            labels: Labels {
+                category: row.try_get("category")?,
+                tenant: row.try_get("tenant_id")?,
+                correlation_id: row.try_get("correlation_id")?,
+                trace_id: row.try_get("trace_id")?,
+            },
+            reason: match reason {
+                Some(_) => Some(parsed(row, "reason")?),
+                None => None,
+            },
+            expired: row.try_get("expired")?,
+            first_failed_at: row.try_get("first_failed_at")?,
+            last_failed_at: row.try_get("last_failed_at")?,
+            late: Duration::from_micros(u64::try_from(late_us).unwrap_or(0)),
+        })
+    }
+}

@@ -1,0 +1,71 @@
+//! Lets intake wake the dispatcher for what falls due before it would look.
+
+use std::sync::{Mutex, PoisonError};
+
+use tokio::{
+    sync::Notify,
+    time::{Instant, sleep_until},
+};
+
+/// The earliest moment anybody knows of at which something is due.
+#[derive(Default)]
+pub struct Wake {
+    next: Mutex<Option<Instant>>,
+    changed: Notify,
+}
+
+impl Wake {
+    /// Something is due at `when`.
+    pub fn at(&self, when: Instant) {
+        let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
+        if next.is_none_or(|known| when < known) {
+            *next = Some(when);
+            self.changed.notify_waiters();
+        }
+    }
+
+    /// Sleeps until `latest` or the earliest known moment, whichever is first.
+    /// That moment is then forgotten. Safe to cancel.
+    pub async fn sleep(&self, latest: Instant) {
+        loop {
+            // Registered before looking, so that no change is missed.
+            let changed = self.changed.notified();
+            let until = self.known().map_or(latest, |known| known.min(latest));
+            tokio::select! {
+                () = sleep_until(until) => break,
+                () = changed => {}
+            }
+        }
+        let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
+        if next.is_some_and(|known| known <= Instant::now()) {
+            *next = None;
+        }
+    }
+
+    fn known(&self) -> Option<Instant> {
+        *self.next.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{sync::Arc, time::Duration};
+
+    #[tokio::test(start_paused = true)]
+    async fn an_earlier_moment_cuts_the_sleep_short_and_is_then_forgotten() {
+        let wake = Arc::new(Wake::default());
+        let start = Instant::now();
+        let sleeper = tokio::spawn({
+            let wake = wake.clone();
+            async move { wake.sleep(start + Duration::from_secs(60)).await }
+        });
+        tokio::task::yield_now().await;
+        wake.at(start + Duration::from_secs(2));
+        wake.at(start + Duration::from_secs(5));
+        sleeper.await.unwrap();
+        assert_eq!(start.elapsed(), Duration::from_secs(2));
+        wake.sleep(start + Duration::from_secs(9)).await;
+        assert_eq!(start.elapsed(), Duration::from_secs(9));
+    }
+}

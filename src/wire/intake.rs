@@ -1,0 +1,469 @@
+//! A delivery from the intake queue → a task.
+
+use std::time::Duration;
+
+use lapin::BasicProperties;
+use prost::Message;
+use sha2::{Digest, Sha256};
+use uuid::Uuid;
+
+use super::{
+    cut, headers, json,
+    proto::{ErrorClass as WireClass, RetryMessage},
+    storable,
+};
+use crate::{
+    classify::{self, ErrorClass},
+    config::AllowedQueues,
+    policy::{Identity, PolicyBook},
+    task::{Labels, NewTask, Reason},
+};
+
+/// Namespace of the UUIDs made from producers' own ids.
+const PRODUCER_IDS: Uuid = Uuid::from_u128(0x6f1c_2d3a_9b7e_4c55_8e21_7d0b_5a94_f3c6);
+
+/// The end of the year 9999: later than any sense, earlier than any overflow.
+const LATEST_MS: i64 = 253_402_300_799_999;
+
+/// All headers go back in one frame of 128 KiB, together with ours.
+const MAX_PROPERTIES_BYTES: usize = 64 * 1024;
+
+/// Error text is for people; what is beyond this helps nobody.
+const MAX_ERROR_BYTES: usize = 64 * 1024;
+
+/// Tenant, category and ids are for search.
+const MAX_LABEL_BYTES: usize = 255;
+
+/// What a delivery is judged by.
+#[derive(Clone, Debug)]
+pub struct Rules {
+    /// Chooses and names policies.
+    pub book: PolicyBook,
+    /// Where messages may go back to.
+    pub allowed: AllowedQueues,
+    /// The queue deliveries are found on.
+    pub intake_queue: String,
+    /// Larger payloads are not retried.
+    pub max_payload_bytes: usize,
+    /// Age limit of policies that have none of their own.
+    pub max_age: Duration,
+}
+
+/// A delivery, apart from the broker it came by.
+#[derive(Debug)]
+pub struct Arrived {
+    /// Body.
+    pub body: Vec<u8>,
+    /// AMQP properties.
+    pub properties: BasicProperties,
+}
+
+/// Understands a delivery; what cannot be understood or is not allowed becomes
+/// a task for review that holds it whole. `fresh` is an unused id.
+pub fn decode(arrived: Arrived, rules: &Rules, fresh: Uuid) -> NewTask {
+    let Arrived { body, properties } = arrived;
+    match parse(&body, &properties).and_then(|m| validate(m, rules, fresh)) {
+        Ok(task) => task,
+        Err(problem) => invalid(body, &properties, problem, rules, fresh),
+    }
+}
+
+/// The delivery itself, for people, with what is wrong with it.
+pub fn invalid(
+    body: Vec<u8>,
+    properties: &BasicProperties,
+    problem: String,
+    rules: &Rules,
+    fresh: Uuid,
+) -> NewTask {
+    let policy = rules.book.choose("", &rules.intake_queue);
+    NewTask {
+        message_id: fresh,
+        producer_id: properties
+            .message_id()
+            .as_ref()
+            .map(|id| storable(id.to_string())),
+        payload: body,
+        queue: rules.intake_queue.clone(),
+        properties: headers::from_amqp(properties).encode_to_vec(),
+        error: storable(problem),
+        class: ErrorClass::Final,
+        terminal: false,
+        retry_after: None,
+        not_before_ms: None,
+        first_failed_at_ms: None,
+        retry_count: 0,
+        max_retries: 0,
+        policy: policy.name.clone(),
+        max_age: rules.max_age,
+        labels: Labels::default(),
+        verdict: Some(Reason::Invalid),
+    }
+}
+
+fn parse(body: &[u8], properties: &BasicProperties) -> Result<RetryMessage, String> {
+    let content_type = properties.content_type().as_ref().map(|t| t.as_str());
+    let is_json = match content_type {
+        Some(t) if t.contains("json") => true,
+        Some(t) if t.contains("protobuf") => false,
+        // No RetryMessage in protobuf begins with `{`: field 15 is no group.
+        _ => body.first() == Some(&b'{'),
+    };
+    if is_json {
+        json::parse(body)
+    } else {
+        RetryMessage::decode(body).map_err(|e| format!("not a RetryMessage in protobuf: {e}"))
+    }
+}
+
+fn validate(message: RetryMessage, rules: &Rules, fresh: Uuid) -> Result<NewTask, String> {
+    let queue = queue_name(message.original_queue, &rules.allowed)?;
+    let payload = message.original_payload;
+    if payload.len() > rules.max_payload_bytes {
+        return Err(format!(
+            "original_payload has {} bytes, more than MAX_PAYLOAD_BYTES ({})",
+            payload.len(),
+            rules.max_payload_bytes
+        ));
+    }
+    let properties = message
+        .properties
+        .map(|p| p.encode_to_vec())
+        .unwrap_or_default();
+    if properties.len() > MAX_PROPERTIES_BYTES {
+        return Err(format!(
+            "properties have {} bytes, more than {MAX_PROPERTIES_BYTES}",
+            properties.len()
+        ));
+    }
+    let policy = rules.book.choose(&message.category, &queue);
+    let error = storable(cut(&message.error_reason, MAX_ERROR_BYTES).to_owned());
+    let stated = match WireClass::try_from(message.error_class) {
+        Ok(WireClass::Final) => Some(ErrorClass::Final),
+        Ok(WireClass::Retryable) => Some(ErrorClass::Retryable),
+        Ok(WireClass::RateLimited) => Some(ErrorClass::RateLimited),
+        // A class from a newer contract: the error text decides.
+        Ok(WireClass::Unspecified) | Err(_) => None,
+    };
+    let classified = classify::classify(stated, &error, policy);
+    let retry_count = not_negative("retry_count", message.retry_count)?;
+    let max_retries = match not_negative("max_retries", message.max_retries)? {
+        0 => policy.max_retries,
+        asked => asked,
+    };
+    let retry_after = match message.retry_after_ms {
+        Some(ms) if !(0..=LATEST_MS).contains(&ms) => {
+            return Err(format!("retry_after_ms {ms} is out of range"));
+        }
+        ms => ms.map(|ms| Duration::from_millis(ms.unsigned_abs())),
+    };
+    let (message_id, producer_id) = match policy.identity {
+        Identity::MessageId => identify(message.message_id, fresh),
+        Identity::Payload => (
+            lineage(&queue, &payload),
+            (!message.message_id.is_empty()).then(|| label(message.message_id)),
+        ),
+    };
+    let optional = |text: String| (!text.is_empty()).then(|| label(text));
+    Ok(NewTask {
+        message_id,
+        producer_id,
+        payload,
+        properties,
+        error,
+        class: classified.class,
+        terminal: classified.terminal,
+        retry_after,
+        not_before_ms: moment("next_retry_at_ms", message.next_retry_at_ms)?,
+        first_failed_at_ms: moment("first_failed_at_ms", message.first_failed_at_ms)?,
+        retry_count,
+        max_retries,
+        policy: policy.name.clone(),
+        max_age: policy.max_age.unwrap_or(rules.max_age),
+        labels: Labels {
+            category: optional(message.category),
+            tenant: optional(message.tenant_id),
+            correlation_id: optional(message.correlation_id),
+            trace_id: optional(message.trace_id),
+        },
+        queue,
+        verdict: None,
+    })
+}
+
+fn queue_name(queue: String, allowed: &AllowedQueues) -> Result<String, String> {
+    if queue.is_empty() {
+        return Err("original_queue is empty".into());
+    }
+    if queue.len() > 255 {
+        return Err(format!(
+            "original_queue has {} bytes, more than 255",
+            queue.len()
+        ));
+    }
+    if queue.chars().any(char::is_control) {
+        return Err("original_queue has control characters".into());
+    }
+    match allowed.refusal(&queue) {
+        Some(why) => Err(format!("original_queue {queue:?} is refused: {why}")),
+        None => Ok(queue),
+    }
+}
+
+fn not_negative(field: &str, value: i32) -> Result<i32, String> {
+    if value < 0 {
+        return Err(format!("{field} is negative: {value}"));
+    }
+    Ok(value)
+}
+
+/// 0 and what lies before 1970 mean "not said".
+fn moment(field: &str, ms: i64) -> Result<Option<i64>, String> {
+    if ms > LATEST_MS {
+        return Err(format!("{field} {ms} is after the year 9999"));
+    }
+    Ok((ms > 0).then_some(ms))
+}
+
+fn label(text: String) -> String {
+    storable(cut(&text, MAX_LABEL_BYTES).to_owned())
+}
+
+/// A UUID stays; other text becomes one and is kept beside it.
+fn identify(id: String, fresh: Uuid) -> (Uuid, Option<String>) {
+    if id.is_empty() {
+        return (fresh, None);
+    }
+    match Uuid::try_parse(&id) {
+        Ok(uuid) => (uuid, None),
+        Err(_) => (Uuid::new_v5(&PRODUCER_IDS, id.as_bytes()), Some(label(id))),
+    }
+}
+
+/// The identity of a message whose producer gives it a new id at each failure.
+fn lineage(queue: &str, payload: &[u8]) -> Uuid {
+    let mut hash = Sha256::new();
+    hash.update((queue.len() as u64).to_be_bytes());
+    hash.update(queue);
+    hash.update(payload);
+    let digest: [u8; 32] = hash.finalize().into();
+    let mut bytes = [0; 16];
+    bytes.copy_from_slice(&digest[..16]);
+    uuid::Builder::from_custom_bytes(bytes).into_uuid()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{config::Settings, policy::Policy};
+
+    const FRESH: Uuid = Uuid::from_u128(42);
+
+    fn rules() -> Rules {
+        let settings = Settings::load(None, |_| None).unwrap();
+        Rules {
+            book: PolicyBook::parse("", Policy::default()).unwrap(),
+            allowed: settings.allowed_queues,
+            intake_queue: settings.retry_queue,
+            max_payload_bytes: 100,
+            max_age: settings.max_age,
+        }
+    }
+
+    fn message() -> RetryMessage {
+        RetryMessage {
+            message_id: "0198f6f0-0000-7000-8000-000000000001".into(),
+            original_payload: b"body".to_vec(),
+            original_queue: "invoices".into(),
+            error_reason: "timeout".into(),
+            ..RetryMessage::default()
+        }
+    }
+
+    fn decoded(message: &RetryMessage) -> NewTask {
+        decode(
+            Arrived {
+                body: message.encode_to_vec(),
+                properties: BasicProperties::default(),
+            },
+            &rules(),
+            FRESH,
+        )
+    }
+
+    #[test]
+    fn a_plain_message_is_understood() {
+        let task = decoded(&message());
+        assert_eq!(task.verdict, None);
+        assert_eq!(task.queue, "invoices");
+        assert_eq!(task.payload, b"body");
+        assert_eq!(task.max_retries, 3);
+        assert_eq!(task.producer_id, None);
+        assert_eq!(
+            task.message_id.to_string(),
+            "0198f6f0-0000-7000-8000-000000000001"
+        );
+    }
+
+    #[test]
+    fn an_id_that_is_no_uuid_always_maps_to_the_same_one() {
+        let with_id = |id: &str| {
+            decoded(&RetryMessage {
+                message_id: id.into(),
+                ..message()
+            })
+        };
+        let order = with_id("order-7");
+        assert_eq!(order.message_id, with_id("order-7").message_id);
+        assert_ne!(order.message_id, with_id("order-8").message_id);
+        assert_eq!(order.producer_id.as_deref(), Some("order-7"));
+        assert_eq!(with_id("").message_id, FRESH);
+    }
+
+    #[test]
+    fn what_is_not_allowed_is_kept_whole_for_review() {
+        let bad: [(&str, RetryMessage); 11] = [
+            (
+                "original_queue is empty",
+                RetryMessage {
+                    original_queue: String::new(),
+                    ..message()
+                },
+            ),
+            (
+                "more than 255",
+                RetryMessage {
+                    original_queue: "q".repeat(256),
+                    ..message()
+                },
+            ),
+            (
+                "control characters",
+                RetryMessage {
+                    original_queue: "a\r\nb".into(),
+                    ..message()
+                },
+            ),
+            (
+                "own queues",
+                RetryMessage {
+                    original_queue: "retry.scheduled".into(),
+                    ..message()
+                },
+            ),
+            (
+                "belong to the broker",
+                RetryMessage {
+                    original_queue: "amq.gen-1".into(),
+                    ..message()
+                },
+            ),
+            (
+                "MAX_PAYLOAD_BYTES",
+                RetryMessage {
+                    original_payload: vec![0; 101],
+                    ..message()
+                },
+            ),
+            (
+                "retry_count is negative",
+                RetryMessage {
+                    retry_count: i32::MIN,
+                    ..message()
+                },
+            ),
+            (
+                "max_retries is negative",
+                RetryMessage {
+                    max_retries: -1,
+                    ..message()
+                },
+            ),
+            (
+                "after the year 9999",
+                RetryMessage {
+                    next_retry_at_ms: i64::MAX,
+                    ..message()
+                },
+            ),
+            (
+                "out of range",
+                RetryMessage {
+                    retry_after_ms: Some(-1),
+                    ..message()
+                },
+            ),
+            (
+                "properties have",
+                RetryMessage {
+                    properties: Some(crate::wire::proto::Properties {
+                        app_id: "x".repeat(70_000),
+                        ..Default::default()
+                    }),
+                    ..message()
+                },
+            ),
+        ];
+        for (why, message) in bad {
+            let task = decoded(&message);
+            assert_eq!(task.verdict, Some(Reason::Invalid), "{why}");
+            assert!(task.error.contains(why), "{why}: {}", task.error);
+            assert_eq!(task.payload, message.encode_to_vec(), "{why}");
+            assert_eq!(task.queue, "retry.scheduled", "{why}");
+            assert_eq!(task.message_id, FRESH, "{why}");
+        }
+    }
+
+    #[test]
+    fn bytes_that_are_no_message_are_kept_whole_for_review() {
+        for body in [&b"\xff\xff\xff"[..], b"{not json", b"hello", b"{}"] {
+            let task = decode(
+                Arrived {
+                    body: body.to_vec(),
+                    properties: BasicProperties::default().with_message_id("mine".into()),
+                },
+                &rules(),
+                FRESH,
+            );
+            assert_eq!(task.verdict, Some(Reason::Invalid));
+            assert_eq!(task.payload, body);
+            assert_eq!(task.producer_id.as_deref(), Some("mine"));
+        }
+    }
+
+    #[test]
+    fn text_is_made_storable_and_cut_at_a_character() {
+        let task = decoded(&RetryMessage {
+            error_reason: format!("a\0b{}", "é".repeat(100_000)),
+            tenant_id: "é".repeat(200),
+            ..message()
+        });
+        assert!(task.error.starts_with("a\u{2400}b"));
+        assert!(task.error.len() <= MAX_ERROR_BYTES + 2);
+        assert_eq!(task.labels.tenant.unwrap().len(), 254);
+    }
+
+    #[test]
+    fn a_payload_identity_ignores_the_producers_new_ids() {
+        let mut rules = rules();
+        rules.book = PolicyBook::parse(
+            "[policy.default]\nidentity = \"payload\"\n",
+            Policy::default(),
+        )
+        .unwrap();
+        let with = |id: &str, payload: &[u8]| {
+            let message = RetryMessage {
+                message_id: id.into(),
+                original_payload: payload.to_vec(),
+                ..message()
+            };
+            let arrived = Arrived {
+                body: message.encode_to_vec(),
+                properties: BasicProperties::default(),
+            };
+            decode(arrived, &rules, FRESH).message_id
+        };
+        assert_eq!(with("a", b"x"), with("b", b"x"));
+        assert_ne!(with("a", b"x"), with("a", b"y"));
+    }
+}

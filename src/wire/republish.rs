@@ -1,0 +1,86 @@
+//! A due task → the message that goes back to its queue.
+
+use lapin::{
+    BasicProperties,
+    types::{AMQPValue, FieldTable, LongString, ShortString},
+};
+use prost::Message;
+use uuid::Uuid;
+
+use super::{cut, headers, proto::Properties};
+use crate::task::Task;
+
+/// Error text in a header is a hint: all headers must fit one frame.
+const MAX_ERROR_HEADER_BYTES: usize = 1024;
+
+/// Persistent, so that a broker restart does not lose what we have settled.
+const PERSISTENT: u8 = 2;
+
+/// A message ready to be published to the default exchange.
+#[derive(Debug)]
+pub struct Outgoing {
+    /// Unique in its batch: returns are matched by it.
+    pub message_id: Uuid,
+    /// Routing key on the default exchange.
+    pub queue: ShortString,
+    /// With `message_id` in it.
+    pub properties: BasicProperties,
+    /// Body.
+    pub body: Vec<u8>,
+}
+
+/// Whether a lower-case header name is one that we write.
+pub(super) fn is_ours(name: &str) -> bool {
+    matches!(
+        name,
+        "x-retry-count" | "x-max-retries" | "x-retry-id" | "x-original-error" | "x-retry-scheduler"
+    )
+}
+
+/// The original message with its properties restored and its identity and
+/// count beside it. Fails only on a row no version of ours wrote.
+pub fn republish(task: &mut Task, service: &str) -> Result<Outgoing, String> {
+    let queue = ShortString::try_new(task.queue.as_str()).map_err(|e| e.to_string())?;
+    let original = Properties::decode(task.properties.as_slice())
+        .map_err(|e| format!("the stored properties cannot be read: {e}"))?;
+    let restored = headers::to_amqp(original);
+    let mut table = restored.headers().clone().unwrap_or_default();
+    let id = task.message_id.to_string();
+    insert(&mut table, "x-retry-id", text(&id));
+    insert(
+        &mut table,
+        "x-retry-count",
+        AMQPValue::LongInt(task.next_count()),
+    );
+    insert(
+        &mut table,
+        "x-max-retries",
+        AMQPValue::LongInt(task.max_retries),
+    );
+    insert(&mut table, "x-retry-scheduler", text(service));
+    if let Some(error) = &task.error {
+        let hint = cut(error, MAX_ERROR_HEADER_BYTES);
+        insert(&mut table, "x-original-error", text(hint));
+    }
+    Ok(Outgoing {
+        message_id: task.message_id,
+        queue,
+        properties: restored
+            .with_message_id(id.into())
+            .with_delivery_mode(PERSISTENT)
+            .with_headers(table),
+        body: std::mem::take(&mut task.payload),
+    })
+}
+
+fn insert(table: &mut FieldTable, name: &str, value: AMQPValue) {
+    table.insert(name.into(), value);
+}
+
+fn text(value: &str) -> AMQPValue {
+    AMQPValue::LongString(LongString::from(value))
+}
+
+pub(super) fn persistent(properties: BasicProperties) -> BasicProperties {
+    properties.with_delivery_mode(PERSISTENT)
+}
