@@ -1,0 +1,8 @@
+//! The whole service against real Postgres and real RabbitMQ.
+//!
+//! One binary, so that all tests share one private pair of services; each test
+//! has a database and queue names of its own. Tests that break a service use
+//! [`support::Breakable`], a second pair that one test has at a time.
+
+mod pipeline;
+mod support;

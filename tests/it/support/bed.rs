@@ -1,0 +1,225 @@
+//! One test's own corner of the services, and the service running in it.
+
+use std::{collections::HashMap, net::SocketAddr, process::Stdio, time::Duration};
+
+use devstack::Stack;
+use retry_scheduler::{app::App, config::Settings};
+use sqlx::{PgPool, postgres::PgPoolOptions};
+use tokio::{sync::oneshot, task::JoinHandle};
+use uuid::Uuid;
+
+use super::{Client, Scrape, eventually};
+
+/// A database, queue names and settings that no other test has.
+pub struct Bed {
+    /// For looking at rows.
+    pub db: PgPool,
+    /// For talking to the broker.
+    pub client: Client,
+    env: HashMap<String, String>,
+    prefix: String,
+}
+
+impl Bed {
+    /// A bed in the services that all tests share.
+    pub async fn new() -> Self {
+        Self::on(super::shared().await).await
+    }
+
+    /// A bed in the given services.
+    pub async fn on(stack: &Stack) -> Self {
+        let prefix = format!("t{}", Uuid::new_v4().simple());
+        let database_url = tokio::task::block_in_place(|| stack.postgres.create_database(&prefix))
+            .expect("a database");
+        Self::at(&database_url, &stack.rabbitmq.url(), prefix).await
+    }
+
+    /// A bed that reaches its services by these addresses (through a proxy, for
+    /// example).
+    pub async fn at(database_url: &str, rabbitmq_url: &str, prefix: String) -> Self {
+        let db = PgPoolOptions::new()
+            .max_connections(4)
+            .connect(database_url)
+            .await
+            .expect("the test connects to Postgres");
+        let client = Client::connect(rabbitmq_url).await;
+        let mut bed = Self {
+            db,
+            client,
+            env: HashMap::new(),
+            prefix,
+        };
+        bed.set("DATABASE_URL", database_url);
+        bed.set("RABBITMQ_URL", rabbitmq_url);
+        bed.set("RETRY_QUEUE", &bed.queue("retry.scheduled"));
+        bed.set("MANUAL_REVIEW_QUEUE", &bed.queue("manual-review.pending"));
+        bed.set("HTTP_HOST", "127.0.0.1");
+        bed.set("HTTP_PORT", "0");
+        // Short enough for tests, long enough to tell early from late.
+        bed.set("BASE_DELAY_MS", "200");
+        bed.set("MAX_DELAY_MS", "1000");
+        bed.set("JITTER_MS", "50");
+        bed.set("LOG_FORMAT", "json");
+        bed
+    }
+
+    /// Changes a setting of services started from now on.
+    pub fn set(&mut self, name: &str, value: &str) -> &mut Self {
+        self.env.insert(name.to_owned(), value.to_owned());
+        self
+    }
+
+    /// A setting's value.
+    pub fn setting(&self, name: &str) -> &str {
+        &self.env[name]
+    }
+
+    /// This test's own name for a queue.
+    pub fn queue(&self, name: &str) -> String {
+        format!("{}.{name}", self.prefix)
+    }
+
+    /// The intake queue.
+    pub fn intake(&self) -> String {
+        self.setting("RETRY_QUEUE").to_owned()
+    }
+
+    /// The review queue.
+    pub fn review(&self) -> String {
+        self.setting("MANUAL_REVIEW_QUEUE").to_owned()
+    }
+
+    /// A new durable queue of this test's.
+    pub async fn declare(&self, name: &str) -> String {
+        let queue = self.queue(name);
+        self.client.declare(&queue).await;
+        queue
+    }
+
+    /// The settings a service started here gets.
+    pub fn settings(&self) -> Settings {
+        Settings::load(None, |name| self.env.get(name).cloned()).expect("the test's settings")
+    }
+
+    /// Starts the service in this process and returns at once.
+    pub async fn start_unready(&self) -> Running {
+        let app = App::new(self.settings())
+            .await
+            .expect("the service is built");
+        let address = app.address().expect("an address");
+        let (stop, stopped) = oneshot::channel::<()>();
+        let task = tokio::spawn(app.run(async move {
+            let _ = stopped.await;
+        }));
+        Running {
+            address,
+            stop: Some(stop),
+            task,
+        }
+    }
+
+    /// Starts the service in this process and waits until it is ready.
+    pub async fn start(&self) -> Running {
+        let running = self.start_unready().await;
+        running.until_ready().await;
+        running
+    }
+
+    /// The compiled binary with this bed's settings and nothing else.
+    pub fn command(&self) -> tokio::process::Command {
+        let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_retry-scheduler"));
+        command
+            .env_clear()
+            .envs(std::env::vars().filter(|(name, _)| name.starts_with("LLVM_PROFILE")))
+            .envs(&self.env)
+            .stdin(Stdio::null())
+            .kill_on_drop(true);
+        command
+    }
+
+    /// Creates the schema, for tests that need it before a service runs.
+    pub async fn migrate(&self) {
+        let store = retry_scheduler::store::Store::open(&self.settings(), "test").expect("a store");
+        store.migrate().await.expect("migrations apply");
+    }
+
+    /// One number from the database.
+    pub async fn count(&self, sql: &'static str) -> i64 {
+        sqlx::query_scalar(sql)
+            .fetch_one(&self.db)
+            .await
+            .expect("a count")
+    }
+
+    /// Waits until a query counts `wanted`.
+    pub async fn until_count(&self, sql: &'static str, wanted: i64) {
+        eventually(&format!("{sql} = {wanted}"), || async {
+            (self.count(sql).await == wanted).then_some(())
+        })
+        .await;
+    }
+}
+
+/// A service running in the test's process.
+pub struct Running {
+    /// Where its HTTP is.
+    pub address: SocketAddr,
+    stop: Option<oneshot::Sender<()>>,
+    task: JoinHandle<anyhow::Result<()>>,
+}
+
+impl Running {
+    /// Asks it to stop and waits until it has.
+    pub async fn stop(mut self) {
+        drop(self.stop.take());
+        tokio::time::timeout(Duration::from_secs(60), self.task)
+            .await
+            .expect("it stops in time")
+            .expect("it does not panic")
+            .expect("it stops cleanly");
+    }
+
+    /// Ends it as a crash would, as far as that is possible inside a process.
+    pub async fn abort(self) {
+        self.task.abort();
+        let _ = self.task.await;
+    }
+
+    /// `GET path`: status and body.
+    pub async fn get(&self, path: &str) -> (u16, String) {
+        super::client::http_get(self.address, path).await
+    }
+
+    /// Whether `/ready` is green, and what it says.
+    pub async fn ready(&self) -> (bool, serde_json::Value) {
+        let (status, body) = self.get("/ready").await;
+        (status == 200, serde_json::from_str(&body).expect("JSON"))
+    }
+
+    /// Waits for green.
+    pub async fn until_ready(&self) {
+        eventually("the service is ready", || async {
+            self.ready().await.0.then_some(())
+        })
+        .await;
+    }
+
+    /// Waits for red with `part` named.
+    pub async fn until_down(&self, part: &str) {
+        eventually(&format!("{part} is down"), || async {
+            let (_, body) = self.ready().await;
+            let down = body["down"].as_array().expect("a list");
+            down.iter()
+                .any(|d| d.as_str().is_some_and(|d| d.starts_with(part)))
+                .then_some(())
+        })
+        .await;
+    }
+
+    /// All metrics now.
+    pub async fn scrape(&self) -> Scrape {
+        let (status, body) = self.get("/metrics").await;
+        assert_eq!(status, 200);
+        Scrape::parse(&body)
+    }
+}

@@ -1,0 +1,47 @@
+//! What every test needs: a bed with its own database and queues, a running
+//! service, a broker client, and waiting with a deadline.
+
+mod bed;
+mod client;
+mod metrics;
+mod services;
+
+pub use bed::{Bed, Running};
+pub use client::{Client, Received};
+pub use metrics::Scrape;
+pub use services::{Breakable, breakable, shared};
+
+use std::time::{Duration, Instant};
+
+/// Longer than anything takes on a busy two-core machine; only a failure waits
+/// this long.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Waits until `condition` gives a value; panics with `what` when it does not.
+pub async fn eventually<T, F>(what: &str, mut condition: impl FnMut() -> F) -> T
+where
+    F: Future<Output = Option<T>>,
+{
+    let start = Instant::now();
+    loop {
+        if let Some(value) = condition().await {
+            return value;
+        }
+        assert!(start.elapsed() < PATIENCE, "never came true: {what}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// A RetryMessage for `queue` with a new id.
+pub fn message(
+    queue: &str,
+    payload: impl Into<Vec<u8>>,
+) -> retry_scheduler::wire::proto::RetryMessage {
+    retry_scheduler::wire::proto::RetryMessage {
+        message_id: uuid::Uuid::now_v7().to_string(),
+        original_payload: payload.into(),
+        original_queue: queue.to_owned(),
+        error_reason: "the test said so".into(),
+        ..Default::default()
+    }
+}

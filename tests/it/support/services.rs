@@ -1,0 +1,44 @@
+//! The two pairs of services: one for all, one to break.
+
+use std::sync::LazyLock;
+
+use devstack::Stack;
+use tokio::sync::{Mutex, MutexGuard};
+
+/// The pair that all tests share and none may break.
+pub async fn shared() -> &'static Stack {
+    tokio::task::spawn_blocking(devstack::shared)
+        .await
+        .expect("the shared services start")
+}
+
+/// A pair that one test at a time may stop, freeze, fill or kill.
+pub type Breakable = MutexGuard<'static, Stack>;
+
+/// Waits for the pair's turn. The last test may have panicked half-way, so both
+/// services are brought back to working order first.
+pub async fn breakable() -> Breakable {
+    static PAIR: LazyLock<Mutex<Stack>> = LazyLock::new(|| {
+        Mutex::new(Stack::start_temporary("breakable").expect("the breakable services start"))
+    });
+    tokio::task::spawn_blocking(|| {
+        let stack = PAIR.blocking_lock();
+        let _ = stack.postgres.resume();
+        let _ = stack.rabbitmq.resume();
+        if stack.postgres.psql("postgres", "SELECT 1").is_err() {
+            let _ = stack.postgres.kill();
+            stack.postgres.start_again().expect("Postgres starts again");
+        }
+        if !devstack::speaks_amqp(stack.rabbitmq.port()) {
+            let _ = stack.rabbitmq.kill();
+            stack.rabbitmq.start_again().expect("RabbitMQ starts again");
+        }
+        stack
+            .rabbitmq
+            .clear_memory_alarm()
+            .expect("no alarm is left");
+        stack
+    })
+    .await
+    .expect("the breakable services are there")
+}
