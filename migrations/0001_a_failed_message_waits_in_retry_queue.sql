@@ -52,6 +52,14 @@ CREATE TABLE retry_queue (
     correlation_id TEXT,
     trace_id TEXT,
 
+    -- 0 live, 1 backfill: live goes first, backfill is never starved.
+    priority SMALLINT NOT NULL DEFAULT 0 CHECK (priority IN (0, 1)),
+
+    -- Work that must not starve other work: one queue, tenant and priority. A
+    -- hash, so that its index stays small; two lanes that collide only share.
+    lane INT NOT NULL GENERATED ALWAYS AS
+        (hashtext(original_queue || chr(31) || COALESCE(tenant_id, '') || chr(31) || priority::text)) STORED,
+
     CONSTRAINT failed_has_a_reason CHECK (status <> 'failed' OR reason IS NOT NULL),
     CONSTRAINT retried_has_no_reason CHECK (status <> 'retried' OR reason IS NULL)
 );
@@ -59,5 +67,9 @@ CREATE TABLE retry_queue (
 -- Payloads are usually compressed or small already: spend no time on it.
 ALTER TABLE retry_queue ALTER COLUMN original_payload SET STORAGE EXTERNAL;
 
--- What is due, oldest first. Partial, so that it holds only what waits.
-CREATE INDEX idx_retry_next_retry ON retry_queue (next_retry_at) WHERE status = 'pending';
+-- What is due, oldest first, live before backfill. Partial, so that it holds only
+-- what waits.
+CREATE INDEX idx_retry_next_retry ON retry_queue (priority, next_retry_at) WHERE status = 'pending';
+
+-- The lanes, and what is due in each, for when more is due than one claim takes.
+CREATE INDEX idx_retry_lane ON retry_queue (lane, next_retry_at) WHERE status = 'pending';

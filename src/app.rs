@@ -1,6 +1,6 @@
 //! Builds the parts, runs them under one token, and stops them under a deadline.
 
-use std::{net::SocketAddr, sync::Arc};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use anyhow::Context;
 use tokio::{net::TcpListener, task::JoinSet};
@@ -13,15 +13,17 @@ use crate::{
     broker::{self, Broker},
     config::Settings,
     dispatcher::Dispatcher,
-    health::Health,
+    dry_run::DryRun,
+    health::{Health, Part},
     http::Pages,
     intake::Intake,
     janitor::Janitor,
     metrics::Metrics,
     policy::{Jitter, Policy, PolicyBook},
-    store::Store,
+    recorder::Recorder,
+    store::{Store, maintenance::Retention},
     wake::Wake,
-    wire::Rules,
+    wire::{Rules, Source},
 };
 
 /// A service that listens but does not yet work.
@@ -61,32 +63,43 @@ impl App {
     /// or rolled back, and connections are closed, all within the deadline.
     pub async fn run(self, shutdown: impl Future<Output = ()>) -> anyhow::Result<()> {
         let cancelled = CancellationToken::new();
-        let deadline = self.settings.shutdown_timeout;
-        let store = self.store.clone();
-        let mut parts = self.start(&cancelled)?;
-        tokio::select! {
-            () = shutdown => {}
-            // Parts end only when told to, or by a panic: then stop as a whole,
-            // and let whoever watches this process start it anew.
-            ended = parts.join_next() => {
-                cancelled.cancel();
-                match ended {
-                    Some(Err(e)) => anyhow::bail!("a part of the service failed: {e}"),
-                    _ => anyhow::bail!("a part of the service ended unasked"),
-                }
-            }
+        let (deadline, store) = (self.settings.shutdown_timeout, self.store.clone());
+        let parts = self.start(&cancelled)?;
+        stop_in_time(parts, shutdown, cancelled, deadline, store).await
+    }
+
+    /// Says what would be sent, until `shutdown` resolves, and does nothing.
+    pub async fn dry_run(self, shutdown: impl Future<Output = ()>) -> anyhow::Result<()> {
+        let cancelled = CancellationToken::new();
+        let (deadline, store) = (self.settings.shutdown_timeout, self.store.clone());
+        let health = Health::default();
+        let dry_run = DryRun {
+            store: self.store.clone(),
+            part: health.part("dry-run"),
+            poll_interval: self.settings.retry_poll_interval,
+        };
+        let mut parts = JoinSet::new();
+        parts.spawn(dry_run.run(cancelled.clone()));
+        self.serve_http(&mut parts, health, &cancelled);
+        stop_in_time(parts, shutdown, cancelled, deadline, store).await
+    }
+
+    fn intake(&self, rules: Rules, wake: &Arc<Wake>, part: Part) -> Intake {
+        Intake {
+            broker: self.broker.clone(),
+            recorder: Recorder {
+                store: self.store.clone(),
+                rules: Arc::new(rules),
+                wake: wake.clone(),
+                metrics: self.metrics.clone(),
+                key_life: self.settings.idempotency_keys,
+            },
+            metrics: self.metrics.clone(),
+            part,
+            prefetch: self.settings.intake_prefetch,
+            batch: self.settings.intake_batch,
+            linger: self.settings.intake_linger,
         }
-        info!("stopping: finishing what is in hand");
-        cancelled.cancel();
-        let drained = tokio::time::timeout(deadline, async {
-            while parts.join_next().await.is_some() {}
-            store.close().await;
-        });
-        if drained.await.is_err() {
-            warn!(?deadline, "not all parts stopped in time; leaving the rest");
-        }
-        info!("stopped");
-        Ok(())
     }
 
     fn start(self, cancelled: &CancellationToken) -> anyhow::Result<JoinSet<()>> {
@@ -97,20 +110,20 @@ impl App {
             book: self.book.clone(),
             allowed: settings.allowed_queues.clone(),
             intake_queue: settings.retry_queue.clone(),
+            source: Source::RetryMessages,
+            max_retries_limit: settings.max_retries_limit,
             max_payload_bytes: settings.max_payload_bytes,
             max_age: settings.max_age,
         };
-        let intake = Intake {
-            broker: self.broker.clone(),
-            store: self.store.clone(),
-            rules: Arc::new(rules),
-            wake: wake.clone(),
-            metrics: self.metrics.clone(),
-            part: health.part("consumer"),
-            prefetch: settings.intake_prefetch,
-            batch: settings.intake_batch,
-            linger: settings.intake_linger,
-        };
+        let mut intakes = vec![self.intake(rules.clone(), &wake, health.part("consumer"))];
+        if let Some(queue) = &settings.dead_letter_queue {
+            let rules = Rules {
+                intake_queue: queue.clone(),
+                source: Source::DeadLetters,
+                ..rules
+            };
+            intakes.push(self.intake(rules, &wake, health.part("dead-letter-consumer")));
+        }
         let review_queue = broker::short(&settings.manual_review_queue)?;
         let dispatchers: Vec<Dispatcher> = (1..=settings.dispatch_workers)
             .map(|n| Dispatcher {
@@ -131,33 +144,25 @@ impl App {
         let janitor = Janitor {
             store: self.store.clone(),
             metrics: self.metrics.clone(),
+            retention: Retention {
+                retried: settings.retain_retried,
+                reviewed: settings.retain_reviewed,
+                events: settings.retain_events,
+            },
         };
-        let router = Pages {
-            store: self.store.clone(),
-            health,
-            metrics: self.metrics.clone(),
-        }
-        .router();
-
         let mut parts = JoinSet::new();
         let migrate = settings.migrate_on_start;
-        let (store, token) = (self.store, cancelled.clone());
-        let listener = self.listener;
-        parts.spawn(async move {
-            let served = axum::serve(listener, router)
-                .with_graceful_shutdown(token.cancelled_owned())
-                .await;
-            if let Err(e) = served {
-                warn!(error = %e, "HTTP ended");
-            }
-        });
+        let store = self.store.clone();
+        self.serve_http(&mut parts, health, cancelled);
         let token = cancelled.clone();
         parts.spawn(async move {
             if migrate && !migrated(&store, &token).await {
                 return;
             }
             let mut loops = JoinSet::new();
-            loops.spawn(intake.run(token.clone()));
+            for intake in intakes {
+                loops.spawn(intake.run(token.clone()));
+            }
             loops.spawn(janitor.run(token.clone()));
             for dispatcher in dispatchers {
                 loops.spawn(dispatcher.run(token.clone()));
@@ -170,6 +175,55 @@ impl App {
         });
         Ok(parts)
     }
+
+    fn serve_http(self, parts: &mut JoinSet<()>, health: Health, cancelled: &CancellationToken) {
+        let router = Pages {
+            store: self.store,
+            health,
+            metrics: self.metrics,
+        }
+        .router();
+        let (listener, stop) = (self.listener, cancelled.clone().cancelled_owned());
+        parts.spawn(async move {
+            let served = axum::serve(listener, router).with_graceful_shutdown(stop);
+            if let Err(e) = served.await {
+                warn!(error = %e, "HTTP ended");
+            }
+        });
+    }
+}
+
+/// Waits for `shutdown`, then for all parts, but not beyond the deadline.
+async fn stop_in_time(
+    mut parts: JoinSet<()>,
+    shutdown: impl Future<Output = ()>,
+    cancelled: CancellationToken,
+    deadline: Duration,
+    store: Store,
+) -> anyhow::Result<()> {
+    tokio::select! {
+        () = shutdown => {}
+        // Parts end only when told to, or by a panic: then stop as a whole, and
+        // let whoever watches this process start it anew.
+        ended = parts.join_next() => {
+            cancelled.cancel();
+            match ended {
+                Some(Err(e)) => anyhow::bail!("a part of the service failed: {e}"),
+                _ => anyhow::bail!("a part of the service ended unasked"),
+            }
+        }
+    }
+    info!("stopping: finishing what is in hand");
+    cancelled.cancel();
+    let drained = tokio::time::timeout(deadline, async {
+        while parts.join_next().await.is_some() {}
+        store.close().await;
+    });
+    if drained.await.is_err() {
+        warn!(?deadline, "not all parts stopped in time; leaving the rest");
+    }
+    info!("stopped");
+    Ok(())
 }
 
 /// Tries until it works: Postgres may start after us.
@@ -185,7 +239,7 @@ async fn migrated(store: &Store, cancelled: &CancellationToken) -> bool {
     false
 }
 
-/// The settings' own policy, for all messages.
+/// The settings' own policy is the default; the file, or the presets, name more.
 fn policy_book(settings: &Settings) -> anyhow::Result<PolicyBook> {
     let default = Policy {
         max_retries: settings.default_max_retries,
@@ -197,5 +251,10 @@ fn policy_book(settings: &Settings) -> anyhow::Result<PolicyBook> {
         max_age: Some(settings.max_age),
         ..Policy::default()
     };
-    Ok(PolicyBook::presets(default)?)
+    let Some(path) = &settings.policies_file else {
+        return Ok(PolicyBook::presets(default)?);
+    };
+    let named = || format!("POLICIES_FILE: {}", path.display());
+    let text = std::fs::read_to_string(path).with_context(named)?;
+    PolicyBook::parse(&text, default).with_context(named)
 }

@@ -11,6 +11,7 @@ use crate::{
     app::App,
     broker::{self, Broker, Outcome},
     config::Settings,
+    idempotency,
     store::Store,
     telemetry,
     wire::{Outgoing, proto::RetryMessage},
@@ -37,13 +38,35 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Run the service (the default).
-    Serve,
+    Serve {
+        /// Only say what would be sent now: consume, publish and change nothing.
+        #[arg(long)]
+        dry_run: bool,
+    },
     /// Apply the database migrations and exit.
     Migrate,
     /// Print the settings in force, passwords hidden, and exit.
     CheckConfig,
     /// Publish one RetryMessage to the intake queue, as a dead-letter handler would.
     Send(Send),
+    /// Print the deterministic idempotency key of an operation.
+    IdempotencyKey(IdempotencyKey),
+}
+
+#[derive(Debug, Args)]
+struct IdempotencyKey {
+    /// What was attempted.
+    #[arg(long)]
+    operation: String,
+    /// For whom.
+    #[arg(long, default_value = "")]
+    tenant_id: String,
+    /// In which course of events.
+    #[arg(long, default_value = "")]
+    correlation_id: String,
+    /// Further parameters, as a JSON object; their order does not matter.
+    #[arg(long, default_value = "{}", value_name = "JSON")]
+    parameters: String,
 }
 
 #[derive(Debug, Args)]
@@ -75,22 +98,33 @@ impl Cli {
     /// Reads the settings and does what was asked.
     pub async fn run(self) -> anyhow::Result<()> {
         let settings = Settings::load(self.config.as_deref(), |name| std::env::var(name).ok())?;
-        match self.command.unwrap_or(Command::Serve) {
-            Command::Serve => serve(settings).await,
+        match self.command.unwrap_or(Command::Serve { dry_run: false }) {
+            Command::Serve { dry_run } => serve(settings, dry_run).await,
             Command::Migrate => migrate(&settings).await,
             Command::CheckConfig => {
                 print!("{}", settings.describe());
                 Ok(())
             }
             Command::Send(send) => send.run(&settings).await,
+            Command::IdempotencyKey(of) => {
+                let parameters = serde_json::from_str(&of.parameters)
+                    .context("--parameters must be a JSON object")?;
+                let (tenant, correlation) = (&of.tenant_id, &of.correlation_id);
+                let key = idempotency::key(&of.operation, tenant, correlation, &parameters);
+                println!("{key}");
+                Ok(())
+            }
         }
     }
 }
 
-async fn serve(settings: Settings) -> anyhow::Result<()> {
+async fn serve(settings: Settings, dry_run: bool) -> anyhow::Result<()> {
     telemetry::start(&settings)?;
     let app = App::new(settings).await?;
     tracing::info!(address = %app.address()?, "listening");
+    if dry_run {
+        return app.dry_run(asked_to_stop()).await;
+    }
     app.run(asked_to_stop()).await
 }
 

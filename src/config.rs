@@ -3,7 +3,12 @@
 //! [`SETTINGS`] is the one list of what can be set; `.env.example` and the
 //! README's table are tested against it.
 
-use std::{fmt, net::IpAddr, path::Path, time::Duration};
+use std::{
+    fmt,
+    net::IpAddr,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use config::{Config, File, FileFormat, Value, ValueKind};
 use globset::{Glob, GlobSet, GlobSetBuilder};
@@ -39,9 +44,12 @@ pub const SETTINGS: &[Setting] = &[
     setting("RABBITMQ_URL", "amqp://localhost:5672", "Broker, as `amqp://` or `amqps://`."),
     setting("RETRY_QUEUE", "retry.scheduled", "Intake queue of RetryMessages; declared durable when absent."),
     setting("MANUAL_REVIEW_QUEUE", "manual-review.pending", "Where messages go that people must look at; declared durable when absent."),
+    setting("DEAD_LETTER_QUEUE", "", "A queue that DLXs are bound to, whose raw dead letters are retried too; empty: none. Declared durable when absent."),
     setting("REVIEW_FORMAT", "json", "Body of review messages: `json` or `protobuf`."),
     setting("ALLOWED_QUEUES", "", "Comma-separated globs of queues a message may go back to; empty allows all but our own and `amq.*`."),
     setting("DEFAULT_MAX_RETRIES", "3", "Retries of a message that does not say its own number."),
+    setting("MAX_RETRIES_LIMIT", "100", "No message gets more retries than this, whatever it asks for."),
+    setting("POLICIES_FILE", "", "TOML file of named policies; empty: the presets of `policies.toml`."),
     setting("BASE_DELAY_MS", "2000", "Wait before the first retry; it doubles with each further one."),
     setting("MAX_DELAY_MS", "60000", "Longest wait between retries, before jitter."),
     setting("JITTER_MS", "1000", "A random 0 to this is added to each wait."),
@@ -61,6 +69,10 @@ pub const SETTINGS: &[Setting] = &[
     setting("BROKER_TIMEOUT_MS", "5000", "Deadline of connecting, declaring, acknowledging and closing."),
     setting("BROKER_HEARTBEAT_SECONDS", "10", "AMQP heartbeat; a frozen broker is noticed after two."),
     setting("MAX_PAYLOAD_BYTES", "16777216", "A larger original payload is not retried but goes to review."),
+    setting("IDEMPOTENCY_KEY_HOURS", "168", "How long an idempotency key is remembered."),
+    setting("RETAIN_RETRIED_HOURS", "168", "How long a message that was sent back and not heard of again is remembered."),
+    setting("RETAIN_REVIEWED_HOURS", "2160", "How long a message that went to review, or was cancelled, is remembered."),
+    setting("RETAIN_EVENTS_HOURS", "2160", "How long history is kept."),
     setting("METRICS_MAX_QUEUES", "100", "Queues with a metric label of their own; the rest share `other`."),
     setting("SHUTDOWN_TIMEOUT_MS", "20000", "Deadline for a clean stop."),
     setting("LOG_LEVEL", "info", "tracing filter, such as `info` or `retry_scheduler=debug`."),
@@ -90,7 +102,7 @@ pub enum ReviewFormat {
 /// The queues a message may go back to.
 #[derive(Clone, Debug)]
 pub struct AllowedQueues {
-    own: [String; 2],
+    own: Vec<String>,
     allowed: Option<GlobSet>,
 }
 
@@ -123,9 +135,12 @@ pub struct Settings {
     pub rabbitmq_url: SecretString,
     pub retry_queue: String,
     pub manual_review_queue: String,
+    pub dead_letter_queue: Option<String>,
     pub review_format: ReviewFormat,
     pub allowed_queues: AllowedQueues,
     pub default_max_retries: i32,
+    pub max_retries_limit: i32,
+    pub policies_file: Option<PathBuf>,
     pub base_delay: Duration,
     pub max_delay: Duration,
     pub jitter: Duration,
@@ -145,6 +160,10 @@ pub struct Settings {
     pub broker_timeout: Duration,
     pub broker_heartbeat_seconds: u16,
     pub max_payload_bytes: usize,
+    pub idempotency_keys: Duration,
+    pub retain_retried: Duration,
+    pub retain_reviewed: Duration,
+    pub retain_events: Duration,
     pub metrics_max_queues: usize,
     pub shutdown_timeout: Duration,
     pub log_level: String,
@@ -205,6 +224,20 @@ impl Settings {
                 "must differ from RETRY_QUEUE, or review would be retried",
             ));
         }
+        let dead_letter_queue = values
+            .optional("DEAD_LETTER_QUEUE")
+            .map(|_| values.queue("DEAD_LETTER_QUEUE"))
+            .transpose()?;
+        let mut own = vec![retry_queue.clone(), manual_review_queue.clone()];
+        if let Some(queue) = &dead_letter_queue {
+            if own.contains(queue) {
+                return Err(ConfigError::new(
+                    "DEAD_LETTER_QUEUE",
+                    "must differ from RETRY_QUEUE and MANUAL_REVIEW_QUEUE",
+                ));
+            }
+            own.push(queue.clone());
+        }
         let base_delay = values.millis("BASE_DELAY_MS", 1)?;
         let max_delay = values.millis("MAX_DELAY_MS", 1)?;
         if max_delay < base_delay {
@@ -226,12 +259,15 @@ impl Settings {
                 other => return Err(one_of("REVIEW_FORMAT", other, "json, protobuf")),
             },
             allowed_queues: AllowedQueues {
-                own: [retry_queue.clone(), manual_review_queue.clone()],
+                own,
                 allowed: values.globs("ALLOWED_QUEUES")?,
             },
             retry_queue,
             manual_review_queue,
+            dead_letter_queue,
             default_max_retries: values.within("DEFAULT_MAX_RETRIES", 0..=1000)?,
+            max_retries_limit: values.within("MAX_RETRIES_LIMIT", 0..=1000)?,
+            policies_file: values.optional("POLICIES_FILE").map(PathBuf::from),
             base_delay,
             max_delay,
             jitter: values.millis("JITTER_MS", 0)?,
@@ -251,6 +287,10 @@ impl Settings {
             broker_timeout: values.millis("BROKER_TIMEOUT_MS", 1)?,
             broker_heartbeat_seconds: values.within("BROKER_HEARTBEAT_SECONDS", 1..=3600)?,
             max_payload_bytes: values.within("MAX_PAYLOAD_BYTES", 0..=512 << 20)?,
+            idempotency_keys: values.hours("IDEMPOTENCY_KEY_HOURS")?,
+            retain_retried: values.hours("RETAIN_RETRIED_HOURS")?,
+            retain_reviewed: values.hours("RETAIN_REVIEWED_HOURS")?,
+            retain_events: values.hours("RETAIN_EVENTS_HOURS")?,
             metrics_max_queues: values.within("METRICS_MAX_QUEUES", 1..=10_000)?,
             shutdown_timeout: values.millis("SHUTDOWN_TIMEOUT_MS", 1)?,
             log_level: values.log_filter("LOG_LEVEL")?,
@@ -307,6 +347,10 @@ impl Values {
         Ok(text)
     }
 
+    fn optional(&self, name: &'static str) -> Option<String> {
+        Some(self.raw(name)).filter(|text| !text.is_empty())
+    }
+
     fn queue(&self, name: &'static str) -> Result<String, ConfigError> {
         let queue = self.text(name)?;
         if queue.len() > 255 {
@@ -338,6 +382,11 @@ impl Values {
         // A century: beyond any sense, and safely inside Postgres's timestamps.
         const MOST: u64 = 100 * 366 * 86_400_000;
         self.within(name, least..=MOST).map(Duration::from_millis)
+    }
+
+    fn hours(&self, name: &'static str) -> Result<Duration, ConfigError> {
+        self.within(name, 1..=100 * 366 * 24_u64)
+            .map(|hours| Duration::from_secs(hours * 3600))
     }
 
     fn globs(&self, name: &'static str) -> Result<Option<GlobSet>, ConfigError> {
@@ -482,6 +531,9 @@ mod tests {
             ("LOG_LEVEL", "=="),
             ("MIGRATE_ON_START", "maybe"),
             ("DATABASE_POOL_SIZE", "1"),
+            ("DEAD_LETTER_QUEUE", "retry.scheduled"),
+            ("MAX_RETRIES_LIMIT", "-3"),
+            ("RETAIN_EVENTS_HOURS", "0"),
         ] {
             let error = load(&[(name, value)]).expect_err(name).to_string();
             assert!(error.starts_with(&format!("{name}: ")), "{error}");

@@ -5,16 +5,17 @@ use std::{sync::Arc, time::Duration};
 use lapin::types::ShortString;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
-use tracing::{info, warn};
+use tracing::warn;
 
 use crate::{
+    audit,
     backoff::Backoff,
     broker::{Broker, Fault, Outcome, Publisher},
     config::ReviewFormat,
     health::Part,
     metrics::Metrics,
     policy::PolicyBook,
-    store::{Store, StoreError},
+    store::{Store, StoreError, dispatch::LaneCursor},
     task::{Reason, Settlement, Task},
     wake::Wake,
     wire::{self, Outgoing},
@@ -73,6 +74,14 @@ pub enum TurnError {
     Store(#[from] StoreError),
 }
 
+/// Whether the next claim must be fair: only a full one can leave others
+/// waiting, and a fair claim costs a little more.
+#[derive(Debug, Default)]
+pub struct Fairness {
+    asked: bool,
+    lanes: LaneCursor,
+}
+
 /// A claimed row, where it is bound, and how its turn ended: `None` leaves it
 /// as it was, for another turn.
 struct Bound {
@@ -125,6 +134,7 @@ impl Dispatcher {
     ) -> Option<String> {
         // Turns to take one row at a time, to find the one the broker chokes on.
         let mut careful = 0_usize;
+        let mut fairness = Fairness::default();
         while !cancelled.is_cancelled() {
             if let Err(why) = publisher.usable() {
                 if !publisher.blocked() {
@@ -138,7 +148,7 @@ impl Dispatcher {
             self.part.up("connected");
             let rows = if careful > 0 { 1 } else { self.batch };
             careful = careful.saturating_sub(1);
-            match self.run_once(publisher, rows).await {
+            match self.run_once(publisher, rows, &mut fairness).await {
                 Ok(Turn::Full) => backoff.reset(),
                 Ok(turn) => {
                     backoff.reset();
@@ -183,8 +193,16 @@ impl Dispatcher {
         &self,
         publisher: &mut Publisher,
         rows: usize,
+        fairness: &mut Fairness,
     ) -> Result<Turn, TurnError> {
-        let mut claim = self.store.claim(rows, self.batch_bytes).await?;
+        let bytes = self.batch_bytes;
+        let mut claim = if fairness.asked {
+            let lanes = &mut fairness.lanes;
+            self.store.claim_fairly(rows, bytes, lanes).await?
+        } else {
+            self.store.claim(rows, bytes).await?
+        };
+        fairness.asked = claim.full;
         let started = Instant::now();
         let tasks = std::mem::take(&mut claim.tasks);
         if tasks.is_empty() {
@@ -294,30 +312,14 @@ impl Dispatcher {
         self.metrics.dispatch_seconds.observe(took.as_secs_f64());
         for Bound { task, end, .. } in bound {
             let Some(end) = end else { continue };
-            let message_id = task.message_id;
-            let queue = task.queue.as_str();
             match end {
                 Settlement::Retried { retry_count } => {
-                    self.metrics.republished(queue, task.late + took);
-                    info!(
-                        event_type = "retry_attempt",
-                        %message_id,
-                        queue,
-                        attempt = retry_count,
-                        max_retries = task.max_retries,
-                        "sent back to its queue"
-                    );
+                    self.metrics.republished(&task.queue, task.late + took);
+                    audit::sent_back(task, *retry_count);
                 }
                 Settlement::Reviewed(reason) => {
-                    self.metrics.reviewed(queue, *reason);
-                    warn!(
-                        event_type = "exhausted",
-                        %message_id,
-                        queue,
-                        attempt = task.retry_count,
-                        reason = reason.as_str(),
-                        "given to review"
-                    );
+                    self.metrics.reviewed(&task.queue, *reason);
+                    audit::reviewed(task, *reason);
                 }
                 Settlement::Failed {
                     retry_count,
@@ -325,27 +327,12 @@ impl Dispatcher {
                     error,
                     ..
                 } => {
-                    self.metrics.republish_failed(queue);
-                    warn!(
-                        event_type = "returned",
-                        %message_id,
-                        queue,
-                        attempt = retry_count,
-                        delay_ms = delay.as_millis() as u64,
-                        error = %crate::telemetry::one_line(error),
-                        "could not be sent back"
-                    );
+                    self.metrics.republish_failed(&task.queue);
+                    audit::returned(task, *retry_count, *delay, error);
                 }
                 Settlement::Deferred { delay } => {
                     self.metrics.deferred.inc();
-                    info!(
-                        event_type = "deferred",
-                        %message_id,
-                        queue,
-                        attempt = task.retry_count,
-                        delay_ms = delay.as_millis() as u64,
-                        "the broker would not take it now"
-                    );
+                    audit::deferred(task, *delay);
                 }
             }
         }

@@ -1,4 +1,4 @@
-//! Janitor: keeps the gauges fresh.
+//! Janitor: keeps the gauges fresh and removes what is too old, in small batches.
 
 use std::{sync::Arc, time::Duration};
 
@@ -6,13 +6,25 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
-use crate::{metrics::Metrics, store::Store};
+use crate::{
+    metrics::Metrics,
+    store::{
+        Store, StoreError,
+        maintenance::{Retention, Walk},
+    },
+};
 
-/// How often the backlog is counted.
+/// How often it looks around.
 const INTERVAL: Duration = Duration::from_secs(5);
 
 /// Counting takes longer with the backlog; it may take this part of the time.
 const DUTY: u32 = 50;
+
+/// Rows looked at in one statement: few enough not to be in anybody's way.
+const BATCH: i64 = 2000;
+
+/// How long one round of removing may take.
+const ROUND: Duration = Duration::from_secs(1);
 
 /// The loop that looks after what nobody waits for.
 pub struct Janitor {
@@ -20,34 +32,67 @@ pub struct Janitor {
     pub store: Store,
     /// Told.
     pub metrics: Arc<Metrics>,
+    /// What is too old.
+    pub retention: Retention,
 }
 
 impl Janitor {
     /// Runs until cancelled.
     pub async fn run(self, cancelled: CancellationToken) {
+        let mut walk = Walk::default();
         while !cancelled.is_cancelled() {
             let started = Instant::now();
-            self.run_once().await;
+            if let Err(e) = self.count().await {
+                self.failed(&e, "the backlog could not be counted");
+            }
             let pause = INTERVAL.max(started.elapsed() * DUTY);
+            if let Err(e) = self.remove_old(&mut walk).await {
+                self.failed(&e, "old rows could not be removed");
+            }
             cancelled
                 .run_until_cancelled(tokio::time::sleep(pause))
                 .await;
         }
     }
 
-    /// Counts once.
-    pub async fn run_once(&self) {
-        match self.store.backlog().await {
-            Ok(backlog) => {
-                self.metrics.queue_depth.set(backlog.pending);
-                self.metrics
-                    .oldest_due_seconds
-                    .set(backlog.oldest_due.as_secs_f64());
-            }
-            Err(e) => {
-                self.metrics.store_errors.inc();
-                debug!(error = %e, "the backlog could not be counted");
+    async fn count(&self) -> Result<(), StoreError> {
+        let backlog = self.store.backlog().await?;
+        self.metrics.queue_depth.set(backlog.pending);
+        self.metrics
+            .oldest_due_seconds
+            .set(backlog.oldest_due.as_secs_f64());
+        Ok(())
+    }
+
+    /// One round: over the tasks until the walk is at its start again, over
+    /// events and keys until none is old, each within its time.
+    pub async fn remove_old(&self, walk: &mut Walk) -> Result<(), StoreError> {
+        let started = Instant::now();
+        loop {
+            let tasks = self.store.remove_old_tasks(self.retention, walk, BATCH);
+            self.removed("task", tasks.await?);
+            if walk.is_at_start() || started.elapsed() > ROUND {
+                break;
             }
         }
+        let started = Instant::now();
+        loop {
+            let events = self.store.remove_old_events(self.retention, BATCH).await?;
+            let keys = self.store.remove_expired_keys(BATCH).await?;
+            self.removed("event", events);
+            self.removed("idempotency_key", keys);
+            if events + keys == 0 || started.elapsed() > ROUND {
+                return Ok(());
+            }
+        }
+    }
+
+    fn removed(&self, kind: &str, rows: u64) {
+        self.metrics.removed.with_label_values(&[kind]).inc_by(rows);
+    }
+
+    fn failed(&self, error: &StoreError, what: &'static str) {
+        self.metrics.store_errors.inc();
+        debug!(%error, what);
     }
 }

@@ -3,10 +3,11 @@
 //! In reading order, along the way of a message:
 //!
 //! - pure, without IO or clock: [`task`] (the row as types), [`policy`] (how
-//!   long to wait), [`classify`] (what kind of failure), [`wire`] (bytes ⇄ tasks)
+//!   long to wait), [`classify`] (what kind of failure), [`wire`] (bytes ⇄ tasks),
+//!   [`history`] (events ⇄ the row), [`idempotency`] (deterministic keys)
 //! - edges: [`config`], [`store`] (all SQL), [`broker`] (all AMQP), [`metrics`],
-//!   [`telemetry`]
-//! - loops: [`intake`], [`dispatcher`], [`janitor`]
+//!   [`telemetry`], [`audit`]
+//! - loops: [`intake`] (with [`recorder`]), [`dispatcher`], [`janitor`], [`dry_run`]
 //! - surfaces: [`http`], [`cli`]
 //! - and [`app`], which builds the parts and stops them
 //!
@@ -23,18 +24,23 @@
 //! 5. Every change of a row leaves an event, in the same transaction.
 
 pub mod app;
+pub mod audit;
 pub mod backoff;
 pub mod broker;
 pub mod classify;
 pub mod cli;
 pub mod config;
 pub mod dispatcher;
+pub mod dry_run;
 pub mod health;
+pub mod history;
 pub mod http;
+pub mod idempotency;
 pub mod intake;
 pub mod janitor;
 pub mod metrics;
 pub mod policy;
+pub mod recorder;
 pub mod store;
 pub mod task;
 pub mod telemetry;

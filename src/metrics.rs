@@ -29,8 +29,10 @@ pub struct Metrics {
     reviewed: IntCounterVec,
     pub deferred: IntCounter,
     intake: IntCounterVec,
-    pub duplicates: IntCounter,
-    pub invalid: IntCounter,
+    duplicates: IntCounter,
+    invalid: IntCounter,
+    idempotency_hits: IntCounter,
+    pub removed: IntCounterVec,
     pub reconnects: IntCounterVec,
     pub store_errors: IntCounter,
     up: IntGaugeVec,
@@ -50,6 +52,8 @@ pub enum IntakeOutcome {
     Review,
     /// Was known already.
     Duplicate,
+    /// Was applied already, by its key.
+    IdempotencyHit,
 }
 
 struct QueueLabels {
@@ -94,9 +98,11 @@ impl Metrics {
             },
             reviewed: counters(&r, "retries_reviewed_total", "Messages given to manual review, by reason", &["reason"])?,
             deferred: counter(&r, "retries_deferred_total", "Due retries the broker would not take for now; they spend no attempt")?,
-            intake: counters(&r, "retry_intake_total", "Deliveries by what became of them: scheduled, review or duplicate", &["outcome"])?,
+            intake: counters(&r, "retry_intake_total", "Deliveries by what became of them: scheduled, review, duplicate or idempotency_hit", &["outcome"])?,
             duplicates: counter(&r, "retry_duplicates_total", "Deliveries of a failure that was already waiting")?,
             invalid: counter(&r, "retry_invalid_total", "Deliveries that could not be understood or were not allowed")?,
+            idempotency_hits: counter(&r, "retry_idempotency_hits_total", "Deliveries whose idempotency key was applied before")?,
+            removed: counters(&r, "retry_removed_total", "Rows removed because they were older than their retention", &["kind"])?,
             reconnects: counters(&r, "retry_reconnects_total", "Connections to RabbitMQ made after the first, by part", &["part"])?,
             store_errors: counter(&r, "retry_store_errors_total", "Database operations that failed")?,
             up: gauges(&r, "retry_up", "Whether a part works (1) or not (0)", &["part"])?,
@@ -119,12 +125,27 @@ impl Metrics {
         self.intake(IntakeOutcome::Scheduled);
     }
 
+    /// A delivery will not be retried.
+    pub fn sent_to_review(&self, reason: Reason) {
+        if reason == Reason::Invalid {
+            self.invalid.inc();
+        }
+        self.intake(IntakeOutcome::Review);
+    }
+
     /// A delivery was dealt with.
     pub fn intake(&self, outcome: IntakeOutcome) {
         let label = match outcome {
             IntakeOutcome::Scheduled => "scheduled",
             IntakeOutcome::Review => "review",
-            IntakeOutcome::Duplicate => "duplicate",
+            IntakeOutcome::Duplicate => {
+                self.duplicates.inc();
+                "duplicate"
+            }
+            IntakeOutcome::IdempotencyHit => {
+                self.idempotency_hits.inc();
+                "idempotency_hit"
+            }
         };
         self.intake.with_label_values(&[label]).inc();
     }

@@ -95,6 +95,16 @@ text_form!(Reason {
     Late => "late",
 });
 
+/// Which of two due messages goes first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Priority {
+    /// Ordinary work.
+    #[default]
+    Live,
+    /// Old work done again: it yields to live work, but is never starved.
+    Backfill,
+}
+
 /// What happens to a failure next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
@@ -142,6 +152,10 @@ pub struct NewTask {
     pub policy: String,
     /// How long after its first failure it may still be retried.
     pub max_age: Duration,
+    /// Live or backfill.
+    pub priority: Priority,
+    /// Names this one failure, so that it is applied once.
+    pub idempotency_key: Option<String>,
     /// The producer's words, kept for search and history.
     pub labels: Labels,
     /// Decided before storing: it is not retried but reviewed.
@@ -181,6 +195,12 @@ impl NewTask {
                 free: false,
             }
         }
+    }
+
+    /// Where its idempotency key is unique: its tenant and queue.
+    pub fn scope(&self) -> String {
+        let tenant = self.labels.tenant.as_deref().unwrap_or_default();
+        format!("{tenant}/{}", self.queue)
     }
 
     /// The same message as a case for people, under an id of its own because

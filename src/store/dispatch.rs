@@ -17,37 +17,100 @@ pub struct Claim {
     pub full: bool,
 }
 
-/// Locks in a query of its own: an `UPDATE … WHERE id IN (SELECT … FOR UPDATE
-/// SKIP LOCKED LIMIT n)` can take more than n. Rows past the byte budget are
-/// left out after locking; they are free again with the commit.
-const CLAIM: &str = "
-    WITH due AS MATERIALIZED (
-        SELECT *
-        FROM retry_queue
-        WHERE status = 'pending' AND next_retry_at <= statement_timestamp()
-        ORDER BY next_retry_at
-        LIMIT $1
-        FOR UPDATE SKIP LOCKED
-    ), measured AS (
-        SELECT *,
-               count(*) OVER () AS locked,
-               sum(octet_length(original_payload)) OVER (ORDER BY next_retry_at, id)
-                   - octet_length(original_payload) AS bytes_before
-        FROM due
-    )
-    SELECT id, message_id, producer_id, original_payload, original_queue, properties,
-           error_reason, error_class, retry_count, max_retries, free_attempt, reason,
-           first_failed_at, last_failed_at, policy, category, tenant_id, correlation_id, trace_id,
-           locked, COALESCE(expires_at <= statement_timestamp(), FALSE) AS expired,
-           (EXTRACT(EPOCH FROM clock_timestamp() - next_retry_at) * 1000000)::bigint AS late_us
-    FROM measured
-    WHERE bytes_before < $2
-    ORDER BY next_retry_at, id";
+/// Locks in queries of their own: an `UPDATE … WHERE id IN (SELECT … FOR UPDATE
+/// SKIP LOCKED LIMIT n)` can take more than n. Live work first, then backfill.
+macro_rules! oldest {
+    () => {
+        "live AS MATERIALIZED (
+            SELECT * FROM retry_queue
+            WHERE status = 'pending' AND priority = 0 AND next_retry_at <= statement_timestamp()
+            ORDER BY next_retry_at
+            LIMIT $1
+            FOR UPDATE SKIP LOCKED
+        ), backfill AS MATERIALIZED (
+            SELECT * FROM retry_queue
+            WHERE status = 'pending' AND priority = 1 AND next_retry_at <= statement_timestamp()
+            ORDER BY next_retry_at
+            LIMIT $1 - (SELECT count(*) FROM live)
+            FOR UPDATE SKIP LOCKED
+        )"
+    };
+}
+
+/// The claimed rows within the byte budget. Rows past it stay locked until the
+/// commit and are then free again.
+macro_rules! within_budget {
+    (last_lane: $last_lane:literal) => {
+        concat!("measured AS (
+            SELECT *,
+                   count(*) OVER () AS locked,
+                   sum(octet_length(original_payload)) OVER (ORDER BY turn, next_retry_at, id)
+                       - octet_length(original_payload) AS bytes_before
+            FROM due
+        )
+        SELECT id, message_id, producer_id, original_payload, original_queue, properties,
+               error_reason, error_class, retry_count, max_retries, free_attempt, reason,
+               first_failed_at, last_failed_at, policy, category, tenant_id, correlation_id,
+               trace_id, locked, ", $last_lane, " AS last_lane,
+               COALESCE(expires_at <= statement_timestamp(), FALSE) AS expired,
+               (EXTRACT(EPOCH FROM clock_timestamp() - next_retry_at) * 1000000)::bigint AS late_us
+        FROM measured
+        WHERE bytes_before < $2
+        ORDER BY turn, next_retry_at, id")
+    };
+}
+
+const CLAIM: &str = concat!(
+    "WITH ",
+    oldest!(),
+    ", due AS (
+        SELECT 1 AS turn, * FROM live UNION ALL SELECT 1, * FROM backfill
+    ), ",
+    within_budget!(last_lane: "NULL::int")
+);
+
+/// For when more is due than one claim takes: first a few rows of each lane,
+/// then the oldest. A loose index scan finds the lanes after `$3`, `$4` of them.
+const CLAIM_FAIRLY: &str = concat!(
+    "WITH RECURSIVE lanes AS (
+        (SELECT lane, 1::bigint AS n FROM retry_queue
+         WHERE status = 'pending' AND lane > $3 ORDER BY lane LIMIT 1)
+        UNION ALL
+        SELECT (SELECT q.lane FROM retry_queue q
+                WHERE q.status = 'pending' AND q.lane > l.lane ORDER BY q.lane LIMIT 1), l.n + 1
+        FROM lanes l
+        WHERE l.lane IS NOT NULL AND l.n < $4::bigint
+    ), shares AS MATERIALIZED (
+        SELECT r.* FROM lanes l CROSS JOIN LATERAL (
+            SELECT * FROM retry_queue q
+            WHERE q.status = 'pending' AND q.lane = l.lane
+              AND q.next_retry_at <= statement_timestamp()
+            ORDER BY q.next_retry_at
+            LIMIT $5
+            FOR UPDATE SKIP LOCKED
+        ) r
+    ), ",
+    oldest!(),
+    ", due AS (
+        SELECT 0 AS turn, * FROM shares
+        UNION ALL
+        (SELECT 1, o.* FROM (SELECT * FROM live UNION ALL SELECT * FROM backfill) o
+         WHERE o.id NOT IN (SELECT id FROM shares)
+         ORDER BY o.priority, o.next_retry_at
+         LIMIT GREATEST(0, $1 - (SELECT count(*) FROM shares)))
+    ), ",
+    within_budget!(last_lane:
+        "CASE WHEN (SELECT count(lane) FROM lanes) >= $4 THEN (SELECT max(lane) FROM lanes) END")
+);
+
+/// How many lanes one fair claim looks at, and how many rows it takes of each.
+const LANES: i64 = 64;
+const ROWS_PER_LANE: i64 = 4;
 
 /// One statement for the whole batch and its history. `clock_timestamp()`: the
 /// transaction began before the broker was asked.
-const SETTLE: &str = "
-    WITH outcome AS (
+const SETTLE: &str = concat!(
+    "WITH outcome AS (
         SELECT *
         FROM unnest($1::bigint[], $2::text[], $3::text[], $4::int[], $5::bigint[], $6::text[],
                     $7::text[])
@@ -66,35 +129,71 @@ const SETTLE: &str = "
                               ELSE clock_timestamp() END
         FROM outcome o
         WHERE q.id = o.id
-        RETURNING q.id, o.event_type, q.status, q.retry_count, q.next_retry_at, q.reason,
-                  o.delay_ms, o.error
-    )
-    INSERT INTO retry_events (task_id, event_type, status, retry_count, next_retry_at, reason,
-                              delay_ms, error, instance)
-    SELECT id, event_type, status, retry_count, next_retry_at, reason, delay_ms, error, $8
-    FROM settled";
+        RETURNING o.event_type, o.delay_ms, o.error, ",
+    changed!(),
+    ") ",
+    record_events!(from: "settled", event: "c.event_type", detail: "NULL", was: "'pending'",
+        delay_ms: "c.delay_ms", error: "c.error", instance: "$8"),
+);
+
+/// As [`CLAIM`], but looks only: no lock, no payload.
+const LOOK: &str = "
+    SELECT id, message_id, producer_id, ''::bytea AS original_payload, original_queue,
+           NULL::bytea AS properties, error_reason, error_class, retry_count, max_retries,
+           free_attempt, reason, first_failed_at, last_failed_at, policy, category, tenant_id,
+           correlation_id, trace_id,
+           COALESCE(expires_at <= statement_timestamp(), FALSE) AS expired,
+           (EXTRACT(EPOCH FROM clock_timestamp() - next_retry_at) * 1000000)::bigint AS late_us
+    FROM retry_queue
+    WHERE status = 'pending' AND next_retry_at <= statement_timestamp()
+    ORDER BY priority, next_retry_at
+    LIMIT $1";
+
+/// Where a fair claim goes on next time.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LaneCursor(Option<i32>);
 
 impl Store {
-    /// Locks up to `rows` due rows, or as many as `bytes` of payload allow.
+    /// Locks up to `rows` due rows, or as many as `bytes` of payload allow: the
+    /// oldest.
     pub async fn claim(&self, rows: usize, bytes: usize) -> Result<Claim, StoreError> {
         let mut tx = self.begin().await?;
-        let query = sqlx::query(CLAIM)
-            .bind(i64::try_from(rows).unwrap_or(i64::MAX))
-            .bind(i64::try_from(bytes).unwrap_or(i64::MAX));
+        let query = sqlx::query(CLAIM).bind(limit(rows)).bind(limit(bytes));
         let found = tx.run(|c| query.fetch_all(c)).await?;
-        let locked = match found.first() {
-            Some(row) => row.try_get::<i64, _>("locked")?,
-            None => 0,
+        Claim::of(tx, &found, rows)
+    }
+
+    /// The same, but with a few rows of each lane before the oldest, so that
+    /// much work of one queue or tenant does not keep another's waiting. `at`
+    /// takes turns among the lanes when there are many.
+    pub async fn claim_fairly(
+        &self,
+        rows: usize,
+        bytes: usize,
+        at: &mut LaneCursor,
+    ) -> Result<Claim, StoreError> {
+        let mut tx = self.begin().await?;
+        let lanes = LANES.min(limit(rows));
+        let per_lane = (limit(rows) / 2 / lanes).clamp(1, ROWS_PER_LANE);
+        let query = sqlx::query(CLAIM_FAIRLY)
+            .bind(limit(rows))
+            .bind(limit(bytes))
+            .bind(at.0.unwrap_or(i32::MIN))
+            .bind(lanes)
+            .bind(per_lane);
+        let found = tx.run(|c| query.fetch_all(c)).await?;
+        // No last lane: the end was reached, begin anew.
+        *at = match found.first() {
+            Some(row) => LaneCursor(row.try_get("last_lane")?),
+            None => LaneCursor::default(),
         };
-        let tasks = found
-            .iter()
-            .map(Task::from_row)
-            .collect::<Result<Vec<_>, _>>()?;
-        Ok(Claim {
-            tx,
-            full: usize::try_from(locked).is_ok_and(|n| n >= rows || n > tasks.len()),
-            tasks,
-        })
+        Claim::of(tx, &found, rows)
+    }
+
+    /// What a claim would take now, without taking it.
+    pub async fn look_at_due(&self, rows: usize) -> Result<Vec<Task>, StoreError> {
+        self.within(sqlx::query_as(LOOK).bind(limit(rows)).fetch_all(&self.pool))
+            .await
     }
 
     /// How long until the next row is due; zero when one is due already.
@@ -102,9 +201,13 @@ impl Store {
         let micros: Option<i64> = self
             .within(
                 sqlx::query_scalar(
-                    "SELECT (EXTRACT(EPOCH FROM min(next_retry_at) - clock_timestamp())
-                             * 1000000)::bigint
-                     FROM retry_queue WHERE status = 'pending'",
+                    // By priority, as the index is ordered.
+                    "SELECT (EXTRACT(EPOCH FROM LEAST(
+                         (SELECT min(next_retry_at) FROM retry_queue
+                          WHERE status = 'pending' AND priority = 0),
+                         (SELECT min(next_retry_at) FROM retry_queue
+                          WHERE status = 'pending' AND priority = 1)) - clock_timestamp())
+                         * 1000000)::bigint",
                 )
                 .fetch_one(&self.pool),
             )
@@ -113,7 +216,27 @@ impl Store {
     }
 }
 
+fn limit(n: usize) -> i64 {
+    i64::try_from(n).unwrap_or(i64::MAX)
+}
+
 impl Claim {
+    fn of(tx: Tx, found: &[PgRow], rows: usize) -> Result<Self, StoreError> {
+        let locked = match found.first() {
+            Some(row) => row.try_get::<i64, _>("locked")?,
+            None => 0,
+        };
+        let tasks = found
+            .iter()
+            .map(Task::from_row)
+            .collect::<Result<Vec<_>, _>>()?;
+        Ok(Self {
+            tx,
+            full: usize::try_from(locked).is_ok_and(|n| n >= rows || n > tasks.len()),
+            tasks,
+        })
+    }
+
     /// Writes how each row ended, with its event. Rows that are not named stay
     /// as they were.
     pub async fn settle(mut self, ends: &[(i64, &Settlement)]) -> Result<(), StoreError> {
@@ -137,9 +260,14 @@ impl Claim {
                     None,
                     None,
                 ),
-                Settlement::Reviewed(reason) => {
-                    ("exhausted", Status::Failed, None, None, Some(*reason), None)
-                }
+                Settlement::Reviewed(reason) => (
+                    "retry_exhausted",
+                    Status::Failed,
+                    None,
+                    None,
+                    Some(*reason),
+                    None,
+                ),
                 Settlement::Failed {
                     retry_count,
                     delay,

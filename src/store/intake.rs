@@ -22,7 +22,7 @@ pub struct Planned<'t> {
 
 /// A transaction that stores one batch of failures.
 pub struct IntakeTx {
-    tx: Tx,
+    pub(super) tx: Tx,
     /// The moment stamped on everything stored here.
     pub at: DateTime<Utc>,
 }
@@ -50,6 +50,7 @@ struct Columns<'t> {
     tenant: Vec<Option<&'t str>>,
     correlation_id: Vec<Option<&'t str>>,
     trace_id: Vec<Option<&'t str>>,
+    priority: Vec<i16>,
 }
 
 impl<'t> Columns<'t> {
@@ -86,6 +87,7 @@ impl<'t> Columns<'t> {
             c.tenant.push(task.labels.tenant.as_deref());
             c.correlation_id.push(task.labels.correlation_id.as_deref());
             c.trace_id.push(task.labels.trace_id.as_deref());
+            c.priority.push(task.priority as i16);
         }
         c
     }
@@ -115,6 +117,7 @@ macro_rules! bind_columns {
             .bind(&$c.tenant)
             .bind(&$c.correlation_id)
             .bind(&$c.trace_id)
+            .bind(&$c.priority)
             .bind($instance)
     };
 }
@@ -130,11 +133,11 @@ macro_rules! incoming {
             FROM unnest($1::uuid[], $2::text[], $3::bytea[], $4::text[], $5::bytea[], $6::text[],
                         $7::text[], $8::int[], $9::int[], $10::bool[], $11::bigint[], $12::bigint[],
                         $13::bigint[], $14::bigint[], $15::text[], $16::text[], $17::text[],
-                        $18::text[], $19::text[], $20::text[])
+                        $18::text[], $19::text[], $20::text[], $21::smallint[])
                 AS i (message_id, producer_id, payload, queue, properties, error, class,
                       retry_count, max_retries, free, delay_ms, not_before_ms,
                       first_failed_at_ms, max_age_ms, reason, policy, category, tenant,
-                      correlation_id, trace_id)
+                      correlation_id, trace_id, priority)
         ), due AS (
             SELECT *,
                    first_failed_at + max_age_ms * interval '1 millisecond' AS expires_at,
@@ -151,26 +154,24 @@ macro_rules! incoming {
 const INSERT: &str = concat!(
     incoming!(),
     ", inserted AS (
-        INSERT INTO retry_queue (
+        INSERT INTO retry_queue AS q (
             message_id, producer_id, original_payload, original_queue, properties, error_reason,
             error_class, retry_count, max_retries, free_attempt, next_retry_at, reason,
-            first_failed_at, expires_at, policy, category, tenant_id, correlation_id, trace_id)
+            first_failed_at, expires_at, policy, category, tenant_id, correlation_id, trace_id,
+            priority)
         SELECT message_id, producer_id, payload, queue, properties, error, class, retry_count,
                max_retries, free, LEAST(due_at, expires_at), reason, first_failed_at,
-               expires_at, policy, category, tenant, correlation_id, trace_id
+               expires_at, policy, category, tenant, correlation_id, trace_id, priority
         FROM due
         ORDER BY message_id
         ON CONFLICT (message_id) DO NOTHING
-        RETURNING id, message_id, status, retry_count, next_retry_at, reason, error_class,
-                  error_reason
-    ), events AS (
-        INSERT INTO retry_events (task_id, event_type, status, retry_count, next_retry_at, reason,
-                                  delay_ms, error_class, error, instance)
-        SELECT id, 'scheduled', status, retry_count, next_retry_at, reason,
-               EXTRACT(EPOCH FROM next_retry_at - now()) * 1000, error_class, error_reason, $21
-        FROM inserted
-    )
-    SELECT message_id FROM inserted"
+        RETURNING q.message_id, q.error_reason, ",
+    changed!(),
+    "), events AS (",
+    record_events!(from: "inserted", event: "'scheduled'", detail: "NULL", was: "NULL",
+        delay_ms: "EXTRACT(EPOCH FROM c.next_retry_at - now()) * 1000",
+        error: "c.error_reason", instance: "$22"),
+    ") SELECT message_id FROM inserted"
 );
 
 /// A message that was sent back and failed again waits again. Its first failure
@@ -185,17 +186,16 @@ const FAIL_AGAIN: &str = concat!(
             retry_count = GREATEST(q.retry_count, d.retry_count), max_retries = d.max_retries,
             free_attempt = d.free, next_retry_at = LEAST(d.due_at, q.expires_at),
             reason = d.reason, last_failed_at = now(), policy = d.policy, category = d.category,
-            tenant_id = d.tenant, correlation_id = d.correlation_id, trace_id = d.trace_id
+            tenant_id = d.tenant, correlation_id = d.correlation_id, trace_id = d.trace_id,
+            priority = d.priority
         FROM due d
         WHERE q.message_id = d.message_id
-        RETURNING q.id, q.status, q.retry_count, q.next_retry_at, q.reason, q.error_class,
-                  q.error_reason
-    )
-    INSERT INTO retry_events (task_id, event_type, status, retry_count, next_retry_at, reason,
-                              delay_ms, error_class, error, instance)
-    SELECT id, 'scheduled', status, retry_count, next_retry_at, reason,
-           EXTRACT(EPOCH FROM next_retry_at - now()) * 1000, error_class, error_reason, $21
-    FROM updated"
+        RETURNING q.error_reason, ",
+    changed!(),
+    ") ",
+    record_events!(from: "updated", event: "'scheduled'", detail: "NULL", was: "'retried'",
+        delay_ms: "EXTRACT(EPOCH FROM c.next_retry_at - now()) * 1000",
+        error: "c.error_reason", instance: "$22"),
 );
 
 /// Waits for whoever holds a row: the dispatcher may be just about to say that
@@ -212,24 +212,20 @@ const LOCK_KNOWN: &str = "
 
 /// Raises counts where the arrival's is higher; a row whose budget is thereby
 /// spent need not wait any longer.
-const NOTE_DUPLICATES: &str = "
-    WITH updated AS (
+const NOTE_DUPLICATES: &str = concat!(
+    "WITH updated AS (
         UPDATE retry_queue q
-        SET retry_count = i.retry_count,
+        SET retry_count = GREATEST(i.retry_count, q.retry_count),
             next_retry_at = CASE WHEN i.retry_count >= q.max_retries
                                  THEN LEAST(q.next_retry_at, now()) ELSE q.next_retry_at END
         FROM unnest($1::bigint[], $2::int[]) AS i (id, retry_count)
-        WHERE q.id = i.id AND i.retry_count > q.retry_count
-        RETURNING q.id, q.status, q.retry_count, q.next_retry_at, q.reason
-    ), kept AS (
-        SELECT q.id, q.status, q.retry_count, q.next_retry_at, q.reason
-        FROM retry_queue q
-        WHERE q.id = ANY($1) AND q.id NOT IN (SELECT id FROM updated)
-    )
-    INSERT INTO retry_events (task_id, event_type, status, retry_count, next_retry_at, reason,
-                              instance)
-    SELECT id, 'duplicate', status, retry_count, next_retry_at, reason, $3
-    FROM (SELECT * FROM updated UNION ALL SELECT * FROM kept) AS rows";
+        WHERE q.id = i.id
+        RETURNING ",
+    changed!(),
+    ") ",
+    record_events!(from: "updated", event: "'duplicate'", detail: "NULL", was: "'pending'",
+        delay_ms: "NULL", error: "NULL", instance: "$3"),
+);
 
 impl Store {
     /// Opens a transaction for one batch.

@@ -1,8 +1,8 @@
-//! What the gauges show.
+//! What the gauges show, and what is too old to keep.
 
 use std::time::Duration;
 
-use super::{Store, StoreError};
+use super::{Store, StoreError, millis};
 
 /// The backlog at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -11,6 +11,28 @@ pub struct Backlog {
     pub pending: i64,
     /// How long the oldest due row has been due.
     pub oldest_due: Duration,
+}
+
+/// How long each kind of row is kept.
+#[derive(Clone, Copy, Debug)]
+pub struct Retention {
+    /// Sent back, and not heard of since.
+    pub retried: Duration,
+    /// With people, or cancelled.
+    pub reviewed: Duration,
+    /// History.
+    pub events: Duration,
+}
+
+/// How far a walk over a table has come.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Walk(i64);
+
+impl Walk {
+    /// Whether it stands at the beginning again.
+    pub fn is_at_start(self) -> bool {
+        self == Self::default()
+    }
 }
 
 impl Store {
@@ -33,5 +55,86 @@ impl Store {
                 late_us.and_then(|us| u64::try_from(us).ok()).unwrap_or(0),
             ),
         })
+    }
+
+    /// Looks at the next `rows` rows in order of id and removes those that have
+    /// ended and are too old; never what is pending. A walk over the primary key
+    /// needs no index of its own, which every settled row would have to pay for.
+    pub async fn remove_old_tasks(
+        &self,
+        retention: Retention,
+        walk: &mut Walk,
+        rows: i64,
+    ) -> Result<u64, StoreError> {
+        let (last, seen, removed): (Option<i64>, i64, i64) = self
+            .within(
+                sqlx::query_as(
+                    "WITH looked_at AS MATERIALIZED (
+                         SELECT id, status, settled_at FROM retry_queue
+                         WHERE id > $1 ORDER BY id LIMIT $2
+                     ), old AS MATERIALIZED (
+                         SELECT q.id FROM retry_queue q JOIN looked_at l USING (id)
+                         WHERE q.status <> 'pending'
+                           AND q.settled_at < now() - interval '1 millisecond' *
+                               CASE q.status WHEN 'retried' THEN $3 ELSE $4 END
+                         ORDER BY q.id
+                         FOR UPDATE OF q SKIP LOCKED
+                     ), removed AS (
+                         DELETE FROM retry_queue WHERE id IN (SELECT id FROM old) RETURNING id
+                     )
+                     SELECT (SELECT max(id) FROM looked_at), (SELECT count(*) FROM looked_at),
+                            (SELECT count(*) FROM removed)",
+                )
+                .bind(walk.0)
+                .bind(rows)
+                .bind(millis(retention.retried))
+                .bind(millis(retention.reviewed))
+                .fetch_one(&self.pool),
+            )
+            .await?;
+        *walk = match last {
+            Some(last) if seen >= rows => Walk(last),
+            _ => Walk::default(),
+        };
+        Ok(removed.unsigned_abs())
+    }
+
+    /// Removes up to `rows` of the oldest events that are too old. Ids grow with
+    /// time, so the oldest stand first.
+    pub async fn remove_old_events(
+        &self,
+        retention: Retention,
+        rows: i64,
+    ) -> Result<u64, StoreError> {
+        let removed = self
+            .within(
+                sqlx::query(
+                    "DELETE FROM retry_events WHERE id IN (
+                         SELECT id FROM (SELECT id, at FROM retry_events ORDER BY id LIMIT $1) e
+                         WHERE e.at < now() - $2 * interval '1 millisecond')",
+                )
+                .bind(rows)
+                .bind(millis(retention.events))
+                .execute(&self.pool),
+            )
+            .await?;
+        Ok(removed.rows_affected())
+    }
+
+    /// Removes up to `rows` expired idempotency keys.
+    pub async fn remove_expired_keys(&self, rows: i64) -> Result<u64, StoreError> {
+        let removed = self
+            .within(
+                sqlx::query(
+                    "DELETE FROM idempotency_keys k USING (
+                         SELECT scope, key FROM idempotency_keys WHERE expires_at <= now()
+                         ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED) old
+                     WHERE k.scope = old.scope AND k.key = old.key AND k.expires_at <= now()",
+                )
+                .bind(rows)
+                .execute(&self.pool),
+            )
+            .await?;
+        Ok(removed.rows_affected())
     }
 }

@@ -1,12 +1,16 @@
 //! All SQL, as a short list of verbs.
 //!
 //! - [`intake`]: insert what is new, lock what is known, apply what was decided
+//! - [`idempotency`]: which failures were applied already
 //! - [`dispatch`]: claim what is due, settle it, ask when to look again
-//! - [`maintenance`]: what the gauges show
+//! - [`maintenance`]: what the gauges show, and what is too old to keep
 //!
 //! Time is Postgres's throughout: durations come in, moments are made here.
 
+#[macro_use]
+mod events;
 pub mod dispatch;
+pub mod idempotency;
 pub mod intake;
 pub mod maintenance;
 

@@ -8,15 +8,15 @@ use sha2::{Digest, Sha256};
 use uuid::Uuid;
 
 use super::{
-    cut, headers, json,
-    proto::{ErrorClass as WireClass, RetryMessage},
+    cut, dead_letter, headers, json,
+    proto::{ErrorClass as WireClass, Priority as WirePriority, RetryMessage},
     storable,
 };
 use crate::{
     classify::{self, ErrorClass},
     config::AllowedQueues,
     policy::{Identity, PolicyBook},
-    task::{Labels, NewTask, Reason},
+    task::{Labels, NewTask, Priority, Reason},
 };
 
 /// Namespace of the UUIDs made from producers' own ids.
@@ -43,10 +43,23 @@ pub struct Rules {
     pub allowed: AllowedQueues,
     /// The queue deliveries are found on.
     pub intake_queue: String,
+    /// What they are.
+    pub source: Source,
+    /// No message gets more retries than this.
+    pub max_retries_limit: i32,
     /// Larger payloads are not retried.
     pub max_payload_bytes: usize,
     /// Age limit of policies that have none of their own.
     pub max_age: Duration,
+}
+
+/// What a queue holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// RetryMessages, in protobuf or JSON.
+    RetryMessages,
+    /// Messages as a DLX hands them over.
+    DeadLetters,
 }
 
 /// A delivery, apart from the broker it came by.
@@ -62,7 +75,11 @@ pub struct Arrived {
 /// a task for review that holds it whole. `fresh` is an unused id.
 pub fn decode(arrived: Arrived, rules: &Rules, fresh: Uuid) -> NewTask {
     let Arrived { body, properties } = arrived;
-    match parse(&body, &properties).and_then(|m| validate(m, rules, fresh)) {
+    let understood = match rules.source {
+        Source::RetryMessages => parse(&body, &properties),
+        Source::DeadLetters => dead_letter::parse(&body, &properties),
+    };
+    match understood.and_then(|m| validate(m, rules, fresh)) {
         Ok(task) => task,
         Err(problem) => invalid(body, &properties, problem, rules, fresh),
     }
@@ -96,6 +113,8 @@ pub fn invalid(
         max_retries: 0,
         policy: policy.name.clone(),
         max_age: rules.max_age,
+        priority: Priority::Live,
+        idempotency_key: None,
         labels: Labels::default(),
         verdict: Some(Reason::Invalid),
     }
@@ -150,7 +169,8 @@ fn validate(message: RetryMessage, rules: &Rules, fresh: Uuid) -> Result<NewTask
     let max_retries = match not_negative("max_retries", message.max_retries)? {
         0 => policy.max_retries,
         asked => asked,
-    };
+    }
+    .min(rules.max_retries_limit);
     let retry_after = match message.retry_after_ms {
         Some(ms) if !(0..=LATEST_MS).contains(&ms) => {
             return Err(format!("retry_after_ms {ms} is out of range"));
@@ -180,6 +200,11 @@ fn validate(message: RetryMessage, rules: &Rules, fresh: Uuid) -> Result<NewTask
         max_retries,
         policy: policy.name.clone(),
         max_age: policy.max_age.unwrap_or(rules.max_age),
+        priority: match WirePriority::try_from(message.priority) {
+            Ok(WirePriority::Backfill) => Priority::Backfill,
+            Ok(WirePriority::Live) | Err(_) => Priority::Live,
+        },
+        idempotency_key: idempotency_key(message.idempotency_key)?,
         labels: Labels {
             category: optional(message.category),
             tenant: optional(message.tenant_id),
@@ -208,6 +233,17 @@ fn queue_name(queue: String, allowed: &AllowedQueues) -> Result<String, String> 
         Some(why) => Err(format!("original_queue {queue:?} is refused: {why}")),
         None => Ok(queue),
     }
+}
+
+/// Refused rather than cut: two keys with the same beginning are two failures.
+fn idempotency_key(key: String) -> Result<Option<String>, String> {
+    if key.len() > MAX_LABEL_BYTES {
+        return Err(format!(
+            "idempotency_key has {} bytes, more than {MAX_LABEL_BYTES}",
+            key.len()
+        ));
+    }
+    Ok((!key.is_empty()).then(|| storable(key)))
 }
 
 fn not_negative(field: &str, value: i32) -> Result<i32, String> {
@@ -265,6 +301,8 @@ mod tests {
             book: PolicyBook::parse("", Policy::default()).unwrap(),
             allowed: settings.allowed_queues,
             intake_queue: settings.retry_queue,
+            source: Source::RetryMessages,
+            max_retries_limit: 100,
             max_payload_bytes: 100,
             max_age: settings.max_age,
         }

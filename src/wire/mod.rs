@@ -3,13 +3,14 @@
 //! Everything a stranger can send is parsed here, once. What cannot be used
 //! becomes a task for review, whole, so nothing past this line can refuse it.
 
+mod dead_letter;
 pub mod headers;
 mod intake;
 mod json;
 mod republish;
 mod review;
 
-pub use intake::{Arrived, Rules, decode};
+pub use intake::{Arrived, Rules, Source, decode};
 pub use republish::{Outgoing, republish};
 pub use review::review;
 

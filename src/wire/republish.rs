@@ -29,12 +29,24 @@ pub struct Outgoing {
     pub body: Vec<u8>,
 }
 
+/// The header that carries a message's identity.
+pub(super) const RETRY_ID: &str = "x-retry-id";
+/// The header that carries how often it was tried.
+pub(super) const RETRY_COUNT: &str = "x-retry-count";
+const MAX_RETRIES: &str = "x-max-retries";
+const ORIGINAL_ERROR: &str = "x-original-error";
+const SCHEDULER: &str = "x-retry-scheduler";
+
 /// Whether a lower-case header name is one that we write.
 pub(super) fn is_ours(name: &str) -> bool {
-    matches!(
-        name,
-        "x-retry-count" | "x-max-retries" | "x-retry-id" | "x-original-error" | "x-retry-scheduler"
-    )
+    [
+        RETRY_ID,
+        RETRY_COUNT,
+        MAX_RETRIES,
+        ORIGINAL_ERROR,
+        SCHEDULER,
+    ]
+    .contains(&name)
 }
 
 /// The original message with its properties restored and its identity and
@@ -46,21 +58,21 @@ pub fn republish(task: &mut Task, service: &str) -> Result<Outgoing, String> {
     let restored = headers::to_amqp(original);
     let mut table = restored.headers().clone().unwrap_or_default();
     let id = task.message_id.to_string();
-    insert(&mut table, "x-retry-id", text(&id));
+    insert(&mut table, RETRY_ID, text(&id));
     insert(
         &mut table,
-        "x-retry-count",
+        RETRY_COUNT,
         AMQPValue::LongInt(task.next_count()),
     );
     insert(
         &mut table,
-        "x-max-retries",
+        MAX_RETRIES,
         AMQPValue::LongInt(task.max_retries),
     );
-    insert(&mut table, "x-retry-scheduler", text(service));
+    insert(&mut table, SCHEDULER, text(service));
     if let Some(error) = &task.error {
         let hint = cut(error, MAX_ERROR_HEADER_BYTES);
-        insert(&mut table, "x-original-error", text(hint));
+        insert(&mut table, ORIGINAL_ERROR, text(hint));
     }
     Ok(Outgoing {
         message_id: task.message_id,

@@ -45,3 +45,20 @@ pub fn message(
         ..Default::default()
     }
 }
+
+/// Arguments of a queue that keeps only its newest messages.
+pub fn max_length(messages: i32) -> lapin::types::FieldTable {
+    let mut arguments = lapin::types::FieldTable::default();
+    arguments.insert(
+        "x-max-length".into(),
+        lapin::types::AMQPValue::LongInt(messages),
+    );
+    arguments
+}
+
+/// SIGTERM, by the tool every system has.
+pub fn terminate(child: &tokio::process::Child) {
+    let pid = child.id().expect("it runs").to_string();
+    let status = std::process::Command::new("kill").arg(pid).status();
+    assert!(status.expect("kill runs").success());
+}

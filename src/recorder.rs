@@ -1,0 +1,348 @@
+//! Recorder: a batch of arrivals becomes rows, in one transaction.
+
+use std::{
+    collections::{HashMap, HashSet},
+    sync::Arc,
+    time::Duration,
+};
+
+use chrono::{DateTime, Utc};
+use tokio::time::{Instant, timeout_at};
+use tokio_util::sync::CancellationToken;
+use tracing::warn;
+use uuid::Uuid;
+
+use crate::{
+    audit,
+    backoff::Backoff,
+    metrics::{IntakeOutcome, Metrics},
+    store::{
+        Store, StoreError,
+        idempotency::Key,
+        intake::{IntakeTx, Planned},
+    },
+    task::{Arrival, NewTask, Next, Reason},
+    wake::Wake,
+    wire::{self, Arrived, Rules},
+};
+
+/// How long to ask after a COMMIT whose answer was lost, before giving up.
+const LOST_COMMIT_PATIENCE: Duration = Duration::from_secs(5);
+
+/// Decodes, decides and stores.
+#[derive(Clone)]
+pub struct Recorder {
+    /// Where rows go.
+    pub store: Store,
+    /// How arrivals are judged.
+    pub rules: Arc<Rules>,
+    /// Told of what falls due soon.
+    pub wake: Arc<Wake>,
+    /// Counts.
+    pub metrics: Arc<Metrics>,
+    /// How long an idempotency key is remembered.
+    pub key_life: Duration,
+}
+
+/// What storing a task did, to be told once it is durable.
+enum Effect<'t> {
+    Planned(Planned<'t>),
+    /// To review under another id, because its own is taken.
+    Beside(&'t NewTask, Reason),
+    Duplicate(&'t NewTask),
+    Hit(&'t NewTask),
+}
+
+/// A batch by what its idempotency keys say.
+#[derive(Default)]
+struct Sorted<'t> {
+    /// To be stored.
+    fresh: Vec<&'t NewTask>,
+    /// The key that each of those took, if it has one.
+    keys: HashMap<Uuid, Key>,
+    /// Applied before.
+    hits: Vec<(&'t NewTask, Key)>,
+}
+
+impl Recorder {
+    /// Stores a batch: on success each arrival is durable, as a row or as a case
+    /// for review, or was so before.
+    pub async fn record(&self, arrivals: Vec<Arrived>) -> Result<(), StoreError> {
+        let tasks: Vec<NewTask> = arrivals
+            .into_iter()
+            .map(|arrived| wire::decode(arrived, &self.rules, Uuid::now_v7()))
+            .collect();
+        match self.store_batch(&tasks).await {
+            Err(StoreError::Data(e)) => {
+                warn!(error = %e, "Postgres refused a batch; storing it one by one");
+                for task in tasks {
+                    self.store_alone(task).await?;
+                }
+                Ok(())
+            }
+            other => other,
+        }
+    }
+
+    /// One bad message harms only itself: refused by Postgres, it goes to review
+    /// stripped to what Postgres cannot refuse.
+    async fn store_alone(&self, task: NewTask) -> Result<(), StoreError> {
+        match self.store_batch(std::slice::from_ref(&task)).await {
+            Err(StoreError::Data(e)) => {
+                let plain = NewTask {
+                    producer_id: Some(task.message_id.to_string()),
+                    message_id: Uuid::now_v7(),
+                    queue: self.rules.intake_queue.clone(),
+                    error: e,
+                    properties: Vec::new(),
+                    labels: Default::default(),
+                    idempotency_key: None,
+                    not_before_ms: None,
+                    first_failed_at_ms: None,
+                    verdict: Some(Reason::Invalid),
+                    ..task
+                };
+                self.store_batch(&[plain]).await
+            }
+            other => other,
+        }
+    }
+
+    async fn store_batch(&self, tasks: &[NewTask]) -> Result<(), StoreError> {
+        let started = Instant::now();
+        let mut tx = self.store.begin_intake().await?;
+        let mut effects = Vec::with_capacity(tasks.len());
+        let Sorted { fresh, keys, hits } = self.sort_by_key(&mut tx, tasks).await?;
+        let mut applied = Vec::with_capacity(keys.len());
+        for wave in waves(&fresh) {
+            self.store_wave(&mut tx, &wave, &keys, &mut applied, &mut effects)
+                .await?;
+        }
+        if !applied.is_empty() {
+            tx.attach_keys(&applied).await?;
+        }
+        if !hits.is_empty() {
+            let (tasks, keys): (Vec<&NewTask>, Vec<Key>) = hits.into_iter().unzip();
+            tx.record_hits(&keys).await?;
+            effects.extend(tasks.into_iter().map(Effect::Hit));
+        }
+        let at = tx.at;
+        if let Err(e) = tx.commit().await {
+            warn!(error = %e, "COMMIT was not answered; looking whether it took place");
+            let ids: Vec<Uuid> = tasks.iter().map(|t| t.message_id).collect();
+            if !self.took_place(&ids, at).await {
+                return Err(e);
+            }
+        }
+        self.tell(&effects, started);
+        Ok(())
+    }
+
+    async fn took_place(&self, ids: &[Uuid], at: DateTime<Utc>) -> bool {
+        let deadline = Instant::now() + LOST_COMMIT_PATIENCE;
+        let mut backoff = Backoff::default();
+        let never = CancellationToken::new();
+        loop {
+            match timeout_at(deadline, self.store.was_stored(ids, at)).await {
+                Ok(Ok(stored)) => return stored,
+                Ok(Err(_)) if Instant::now() < deadline => backoff.wait(&never).await,
+                // Delivered again, they are recognised by their ids.
+                Ok(Err(_)) | Err(_) => return false,
+            }
+        }
+    }
+
+    /// Takes the idempotency keys of the batch.
+    async fn sort_by_key<'t>(
+        &self,
+        tx: &mut IntakeTx,
+        tasks: &'t [NewTask],
+    ) -> Result<Sorted<'t>, StoreError> {
+        let key_of = |task: &NewTask| {
+            task.idempotency_key.clone().map(|key| Key {
+                scope: task.scope(),
+                key,
+            })
+        };
+        let mut sorted = Sorted::default();
+        let wanted: HashSet<Key> = tasks.iter().filter_map(key_of).collect();
+        if wanted.is_empty() {
+            sorted.fresh = tasks.iter().collect();
+            return Ok(sorted);
+        }
+        let wanted: Vec<Key> = wanted.into_iter().collect();
+        let mut free = tx.take_keys(&wanted, self.key_life).await?;
+        for task in tasks {
+            match key_of(task) {
+                // The first mention in the batch has it, the next ones are hits.
+                Some(key) if !free.remove(&key) => sorted.hits.push((task, key)),
+                key => {
+                    sorted.keys.extend(key.map(|key| (task.message_id, key)));
+                    sorted.fresh.push(task);
+                }
+            }
+        }
+        Ok(sorted)
+    }
+
+    /// Stores tasks with distinct ids.
+    async fn store_wave<'t>(
+        &self,
+        tx: &mut IntakeTx,
+        wave: &[&'t NewTask],
+        keys: &HashMap<Uuid, Key>,
+        applied: &mut Vec<(Key, Uuid)>,
+        effects: &mut Vec<Effect<'t>>,
+    ) -> Result<(), StoreError> {
+        let mut rest: Vec<&'t NewTask> = wave.to_vec();
+        // A second round is needed only if a known row is removed between the
+        // two statements (by retention): then its message is new after all.
+        while !rest.is_empty() {
+            let planned: Vec<Planned<'t>> = rest
+                .iter()
+                .map(|task| self.plan(task, task.retry_count))
+                .collect();
+            let inserted = tx.insert_new(&planned).await?;
+            rest.retain(|task| !inserted.contains(&task.message_id));
+            effects.extend(
+                planned
+                    .into_iter()
+                    .filter(|p| inserted.contains(&p.task.message_id))
+                    .map(Effect::Planned),
+            );
+            if !rest.is_empty() {
+                let met = self.meet_known(tx, &rest, keys, applied, effects).await?;
+                rest.retain(|task| !met.contains(&task.message_id));
+            }
+        }
+        for task in wave {
+            if let Some(key) = keys.get(&task.message_id)
+                && !applied.iter().any(|(k, _)| k == key)
+            {
+                applied.push((key.clone(), task.message_id));
+            }
+        }
+        Ok(())
+    }
+
+    /// Applies tasks to the rows that have their ids; returns those ids.
+    async fn meet_known<'t>(
+        &self,
+        tx: &mut IntakeTx,
+        tasks: &[&'t NewTask],
+        keys: &HashMap<Uuid, Key>,
+        applied: &mut Vec<(Key, Uuid)>,
+        effects: &mut Vec<Effect<'t>>,
+    ) -> Result<HashSet<Uuid>, StoreError> {
+        let by_id: HashMap<Uuid, &'t NewTask> = tasks.iter().map(|t| (t.message_id, *t)).collect();
+        let rows = tx.lock_known(tasks).await?;
+        let mut again = Vec::new();
+        let mut duplicates = Vec::new();
+        let mut copies = Vec::new();
+        let mut met = HashSet::with_capacity(rows.len());
+        for row in &rows {
+            let Some(&task) = by_id.get(&row.message_id) else {
+                continue;
+            };
+            met.insert(row.message_id);
+            match row.meets(task) {
+                Arrival::Again { retry_count } => again.push(self.plan(task, retry_count)),
+                Arrival::Duplicate { retry_count } => {
+                    duplicates.push((row.id, retry_count));
+                    effects.push(Effect::Duplicate(task));
+                }
+                Arrival::Beside(reason) => {
+                    let copy = task.clone().beside(Uuid::now_v7(), reason);
+                    if let Some(key) = keys.get(&task.message_id) {
+                        applied.push((key.clone(), copy.message_id));
+                    }
+                    copies.push(copy);
+                    effects.push(Effect::Beside(task, reason));
+                }
+            }
+        }
+        if !again.is_empty() {
+            tx.fail_again(&again).await?;
+            effects.extend(again.into_iter().map(Effect::Planned));
+        }
+        if !duplicates.is_empty() {
+            tx.note_duplicates(&duplicates).await?;
+        }
+        if !copies.is_empty() {
+            let planned: Vec<Planned<'_>> = copies
+                .iter()
+                .map(|copy| self.plan(copy, copy.retry_count))
+                .collect();
+            tx.insert_new(&planned).await?;
+        }
+        Ok(met)
+    }
+
+    fn plan<'t>(&self, task: &'t NewTask, retry_count: i32) -> Planned<'t> {
+        let policy = self.rules.book.named(&task.policy);
+        Planned {
+            task,
+            retry_count,
+            next: task.next(policy, retry_count, fastrand::f64()),
+        }
+    }
+
+    /// Metrics, logs and the dispatcher's alarm, once the batch is durable.
+    fn tell(&self, effects: &[Effect<'_>], started: Instant) {
+        let mut soonest: Option<Duration> = None;
+        let mut due_in = |delay: Duration| {
+            soonest = Some(soonest.map_or(delay, |known| known.min(delay)));
+        };
+        for effect in effects {
+            match effect {
+                Effect::Planned(planned) => {
+                    let task = planned.task;
+                    match planned.next {
+                        Next::Retry { delay, .. } => {
+                            self.metrics.scheduled(&task.queue);
+                            due_in(delay);
+                            audit::scheduled(task, planned.retry_count, delay);
+                        }
+                        Next::Review(reason) => {
+                            self.metrics.sent_to_review(reason);
+                            due_in(Duration::ZERO);
+                            audit::bound_for_review(task, planned.retry_count, reason);
+                        }
+                    }
+                }
+                Effect::Beside(task, reason) => {
+                    self.metrics.sent_to_review(*reason);
+                    due_in(Duration::ZERO);
+                    audit::bound_for_review(task, task.retry_count, *reason);
+                }
+                Effect::Duplicate(task) => {
+                    self.metrics.intake(IntakeOutcome::Duplicate);
+                    audit::duplicate(task);
+                }
+                Effect::Hit(task) => {
+                    self.metrics.intake(IntakeOutcome::IdempotencyHit);
+                    audit::idempotency_hit(task);
+                }
+            }
+        }
+        if let Some(delay) = soonest {
+            self.wake.at(started + delay);
+        }
+    }
+}
+
+/// Splits a batch so that no id is twice in one statement, in order: the second
+/// mention of an id must see what the first one did.
+fn waves<'t>(tasks: &[&'t NewTask]) -> Vec<Vec<&'t NewTask>> {
+    let mut waves: Vec<Vec<&NewTask>> = Vec::new();
+    let mut mentions: HashMap<Uuid, usize> = HashMap::new();
+    for task in tasks {
+        let wave = mentions.entry(task.message_id).or_default();
+        if *wave == waves.len() {
+            waves.push(Vec::new());
+        }
+        waves[*wave].push(task);
+        *wave += 1;
+    }
+    waves
+}

@@ -1,0 +1,284 @@
+//! Events replay to rows; retention removes what has ended and nothing else.
+
+use std::{sync::Arc, time::Duration};
+
+use prost::Message;
+use retry_scheduler::{
+    history::{self, Event},
+    janitor::Janitor,
+    metrics::Metrics,
+    policy::{Policy, PolicyBook},
+    recorder::Recorder,
+    store::{Store, dispatch::LaneCursor, maintenance::Retention},
+    task::{Reason, Settlement},
+    wire::{Arrived, Rules, Source, proto::RetryMessage},
+};
+use uuid::Uuid;
+
+use crate::support::Bed;
+
+fn recorder(bed: &Bed, store: &Store) -> Recorder {
+    let settings = bed.settings();
+    let policy = Policy {
+        base_delay: Duration::from_millis(1),
+        max_delay: Duration::from_millis(1),
+        jitter: retry_scheduler::policy::Jitter::None,
+        ..Policy::default()
+    };
+    Recorder {
+        store: store.clone(),
+        rules: Arc::new(Rules {
+            book: PolicyBook::parse("", policy).unwrap(),
+            allowed: settings.allowed_queues.clone(),
+            intake_queue: settings.retry_queue.clone(),
+            source: Source::RetryMessages,
+            max_retries_limit: 100,
+            max_payload_bytes: 1000,
+            max_age: settings.max_age,
+        }),
+        wake: Default::default(),
+        metrics: Arc::new(Metrics::new(10).unwrap()),
+        key_life: Duration::from_secs(3600),
+    }
+}
+
+/// Any of what a producer may say, about few enough messages that they meet.
+fn arrival(random: &mut fastrand::Rng) -> Arrived {
+    let message = RetryMessage {
+        message_id: Uuid::from_u128(random.u128(1..4000)).to_string(),
+        original_payload: vec![random.u8(0..2)],
+        original_queue: format!("q{}", random.u8(0..2)),
+        error_reason: if random.u8(..) < 5 {
+            "[terminal]".into()
+        } else {
+            "e".into()
+        },
+        retry_count: random.i32(0..4),
+        error_class: random.i32(0..4),
+        retry_after_ms: random.bool().then_some(1),
+        idempotency_key: if random.u8(..) < 30 {
+            random.u16(..).to_string()
+        } else {
+            String::new()
+        },
+        ..Default::default()
+    };
+    let body = if random.u8(..) < 5 {
+        vec![0xff]
+    } else {
+        message.encode_to_vec()
+    };
+    Arrived {
+        body,
+        properties: Default::default(),
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_events_of_thousands_of_random_histories_replay_to_their_rows() {
+    let bed = Bed::new().await;
+    bed.migrate().await;
+    let store = Store::open(&bed.settings(), "test").unwrap();
+    let recorder = recorder(&bed, &store);
+    let seed = fastrand::u64(..);
+    println!("seed {seed}");
+    let mut random = fastrand::Rng::with_seed(seed);
+    let mut lanes = LaneCursor::default();
+    for round in 0..40 {
+        let batch: Vec<Arrived> = (0..250).map(|_| arrival(&mut random)).collect();
+        recorder.record(batch).await.unwrap();
+        let claim = if round % 2 == 0 {
+            store.claim(200, 1 << 20).await.unwrap()
+        } else {
+            store.claim_fairly(200, 1 << 20, &mut lanes).await.unwrap()
+        };
+        let mut ends = Vec::new();
+        for task in &claim.tasks {
+            let delay = Duration::from_millis(1);
+            let end = match (task.review_reason(), random.u8(0..10)) {
+                (_, 0) => continue,
+                (_, 1) => Settlement::Deferred { delay },
+                (Some(reason), _) => Settlement::Reviewed(reason),
+                (None, 2) => {
+                    let retry_count = task.retry_count + 1;
+                    let reason = (retry_count >= task.max_retries).then_some(Reason::Unroutable);
+                    Settlement::Failed {
+                        retry_count,
+                        delay,
+                        error: "gone".into(),
+                        reason,
+                    }
+                }
+                (None, _) => Settlement::Retried {
+                    retry_count: task.next_count(),
+                },
+            };
+            ends.push((task.id, end));
+        }
+        let named: Vec<(i64, &Settlement)> = ends.iter().map(|(id, end)| (*id, end)).collect();
+        claim.settle(&named).await.unwrap();
+    }
+
+    let rows: Vec<(
+        i64,
+        String,
+        i32,
+        i32,
+        chrono::DateTime<chrono::Utc>,
+        Option<String>,
+    )> = sqlx::query_as(
+        "SELECT id, status, retry_count, max_retries, next_retry_at, reason FROM retry_queue",
+    )
+    .fetch_all(&bed.db)
+    .await
+    .unwrap();
+    assert!(rows.len() > 3000, "{} rows", rows.len());
+    let mut again = 0;
+    for (id, status, retry_count, max_retries, next_retry_at, reason) in rows {
+        let events = events(&bed, id).await;
+        again += i32::from(events.len() > 3);
+        let state =
+            history::replay(&events).unwrap_or_else(|e| panic!("row {id}: {e}\n{events:#?}"));
+        assert_eq!(state.status.as_str(), status, "row {id}");
+        assert_eq!(state.retry_count, retry_count, "row {id}");
+        assert_eq!(state.max_retries, max_retries, "row {id}");
+        assert_eq!(state.next_retry_at, next_retry_at, "row {id}");
+        assert_eq!(state.reason.map(|r| r.to_string()), reason, "row {id}");
+    }
+    assert!(again > 300, "only {again} histories were of any length");
+}
+
+async fn events(bed: &Bed, id: i64) -> Vec<Event> {
+    type Row = (
+        String,
+        Option<String>,
+        String,
+        i32,
+        i32,
+        chrono::DateTime<chrono::Utc>,
+        Option<String>,
+    );
+    let rows: Vec<Row> = sqlx::query_as(
+        "SELECT event_type, from_status, status, retry_count, max_retries, next_retry_at, reason
+         FROM retry_events WHERE task_id = $1 ORDER BY id",
+    )
+    .bind(id)
+    .fetch_all(&bed.db)
+    .await
+    .unwrap();
+    rows.into_iter()
+        .map(
+            |(event_type, from, to, retry_count, max_retries, next_retry_at, reason)| Event {
+                event_type,
+                from: from.map(|s| s.parse().unwrap()),
+                to: to.parse().unwrap(),
+                retry_count,
+                max_retries,
+                next_retry_at,
+                reason: reason.map(|r| r.parse().unwrap()),
+            },
+        )
+        .collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn retention_removes_what_has_ended_each_after_its_own_time_and_never_what_waits() {
+    let bed = Bed::new().await;
+    bed.migrate().await;
+    sqlx::query(
+        "INSERT INTO retry_queue (message_id, original_payload, original_queue, status, reason,
+                                  settled_at, next_retry_at)
+         SELECT gen_random_uuid(), '', status || '-' || age, status,
+                CASE status WHEN 'failed' THEN 'final' END,
+                now() - age * interval '1 hour', now() - age * interval '1 hour'
+         FROM unnest(ARRAY['pending', 'retried', 'failed', 'cancelled']) AS status,
+              unnest(ARRAY[1, 5, 20]) AS age, generate_series(1, 1500)",
+    )
+    .execute(&bed.db)
+    .await
+    .unwrap();
+    sqlx::query(
+        "INSERT INTO retry_events (task_id, at, event_type, status, retry_count, max_retries,
+                                   next_retry_at, instance)
+         SELECT n, now() - (5000 - n) * interval '1 minute', 'scheduled', 'pending', 0, 3, now(), 't'
+         FROM generate_series(1, 5000) AS n",
+    )
+    .execute(&bed.db)
+    .await
+    .unwrap();
+    sqlx::query(
+        "INSERT INTO idempotency_keys (scope, key, expires_at)
+         SELECT 's', n::text, now() + (n - 2500) * interval '1 minute'
+         FROM generate_series(1, 5000) AS n",
+    )
+    .execute(&bed.db)
+    .await
+    .unwrap();
+    let hours = |n: u64| Duration::from_secs(n * 3600);
+    let janitor = Janitor {
+        store: Store::open(&bed.settings(), "test").unwrap(),
+        metrics: Arc::new(Metrics::new(1).unwrap()),
+        retention: Retention {
+            retried: hours(3),
+            reviewed: hours(10),
+            events: hours(24),
+        },
+    };
+    let mut walk = Default::default();
+    for _ in 0..20 {
+        janitor.remove_old(&mut walk).await.unwrap();
+    }
+    let left: Vec<String> =
+        sqlx::query_scalar("SELECT DISTINCT original_queue FROM retry_queue ORDER BY 1")
+            .fetch_all(&bed.db)
+            .await
+            .unwrap();
+    let kept = [
+        "cancelled-1",
+        "cancelled-5",
+        "failed-1",
+        "failed-5",
+        "pending-1",
+        "pending-20",
+        "pending-5",
+        "retried-1",
+    ];
+    assert_eq!(left, kept);
+    assert_eq!(
+        bed.count("SELECT count(*) FROM retry_queue").await,
+        8 * 1500
+    );
+    let events = bed.count("SELECT count(*) FROM retry_events").await;
+    assert!((1430..=1440).contains(&events), "{events}");
+    let keys = bed.count("SELECT count(*) FROM idempotency_keys").await;
+    assert!((2490..=2500).contains(&keys), "{keys}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_expired_idempotency_key_may_be_used_again() {
+    let bed = Bed::new().await;
+    bed.migrate().await;
+    let store = Store::open(&bed.settings(), "test").unwrap();
+    let recorder = recorder(&bed, &store);
+    let send = || Arrived {
+        body: RetryMessage {
+            original_queue: "q".into(),
+            idempotency_key: "k".into(),
+            ..Default::default()
+        }
+        .encode_to_vec(),
+        properties: Default::default(),
+    };
+    recorder.record(vec![send(), send()]).await.unwrap();
+    recorder.record(vec![send()]).await.unwrap();
+    assert_eq!(bed.count("SELECT count(*) FROM retry_queue").await, 1);
+    sqlx::query("UPDATE idempotency_keys SET expires_at = now()")
+        .execute(&bed.db)
+        .await
+        .unwrap();
+    recorder.record(vec![send()]).await.unwrap();
+    assert_eq!(bed.count("SELECT count(*) FROM retry_queue").await, 2);
+    let hits =
+        "SELECT count(*) FROM retry_events WHERE event_type = 'idempotency' AND detail = 'hit'";
+    assert_eq!(bed.count(hits).await, 2);
+}
