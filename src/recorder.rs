@@ -58,8 +58,6 @@ enum Effect<'t> {
 struct Sorted<'t> {
     /// To be stored.
     fresh: Vec<&'t NewTask>,
-    /// The key that each of those took, if it has one.
-    keys: HashMap<Uuid, Key>,
     /// Applied before.
     hits: Vec<(&'t NewTask, Key)>,
 }
@@ -112,10 +110,10 @@ impl Recorder {
         let started = Instant::now();
         let mut tx = self.store.begin_intake().await?;
         let mut effects = Vec::with_capacity(tasks.len());
-        let Sorted { fresh, keys, hits } = self.sort_by_key(&mut tx, tasks).await?;
-        let mut applied = Vec::with_capacity(keys.len());
+        let Sorted { fresh, hits } = self.sort_by_key(&mut tx, tasks).await?;
+        let mut applied = Vec::new();
         for wave in waves(&fresh) {
-            self.store_wave(&mut tx, &wave, &keys, &mut applied, &mut effects)
+            self.store_wave(&mut tx, wave, &mut applied, &mut effects)
                 .await?;
         }
         if !applied.is_empty() {
@@ -158,12 +156,6 @@ impl Recorder {
         tx: &mut IntakeTx,
         tasks: &'t [NewTask],
     ) -> Result<Sorted<'t>, StoreError> {
-        let key_of = |task: &NewTask| {
-            task.idempotency_key.clone().map(|key| Key {
-                scope: task.scope(),
-                key,
-            })
-        };
         let mut sorted = Sorted::default();
         let wanted: HashSet<Key> = tasks.iter().filter_map(key_of).collect();
         if wanted.is_empty() {
@@ -176,25 +168,20 @@ impl Recorder {
             match key_of(task) {
                 // The first mention in the batch has it, the next ones are hits.
                 Some(key) if !free.remove(&key) => sorted.hits.push((task, key)),
-                key => {
-                    sorted.keys.extend(key.map(|key| (task.message_id, key)));
-                    sorted.fresh.push(task);
-                }
+                _ => sorted.fresh.push(task),
             }
         }
         Ok(sorted)
     }
 
-    /// Stores tasks with distinct ids.
+    /// Stores tasks with distinct ids; `applied` says under which id each key is.
     async fn store_wave<'t>(
         &self,
         tx: &mut IntakeTx,
-        wave: &[&'t NewTask],
-        keys: &HashMap<Uuid, Key>,
+        mut rest: Vec<&'t NewTask>,
         applied: &mut Vec<(Key, Uuid)>,
         effects: &mut Vec<Effect<'t>>,
     ) -> Result<(), StoreError> {
-        let mut rest: Vec<&'t NewTask> = wave.to_vec();
         // A second round is needed only if a known row is removed between the
         // two statements (by retention): then its message is new after all.
         while !rest.is_empty() {
@@ -203,23 +190,17 @@ impl Recorder {
                 .map(|task| self.plan(task, task.retry_count))
                 .collect();
             let inserted = tx.insert_new(&planned).await?;
-            rest.retain(|task| !inserted.contains(&task.message_id));
-            effects.extend(
-                planned
-                    .into_iter()
-                    .filter(|p| inserted.contains(&p.task.message_id))
-                    .map(Effect::Planned),
-            );
-            if !rest.is_empty() {
-                let met = self.meet_known(tx, &rest, keys, applied, effects).await?;
-                rest.retain(|task| !met.contains(&task.message_id));
+            for planned in planned {
+                let id = planned.task.message_id;
+                if inserted.contains(&id) {
+                    applied.extend(key_of(planned.task).map(|key| (key, id)));
+                    effects.push(Effect::Planned(planned));
+                }
             }
-        }
-        for task in wave {
-            if let Some(key) = keys.get(&task.message_id)
-                && !applied.iter().any(|(k, _)| k == key)
-            {
-                applied.push((key.clone(), task.message_id));
+            rest.retain(|task| !inserted.contains(&task.message_id));
+            if !rest.is_empty() {
+                let met = self.meet_known(tx, &rest, applied, effects).await?;
+                rest.retain(|task| !met.contains(&task.message_id));
             }
         }
         Ok(())
@@ -230,7 +211,6 @@ impl Recorder {
         &self,
         tx: &mut IntakeTx,
         tasks: &[&'t NewTask],
-        keys: &HashMap<Uuid, Key>,
         applied: &mut Vec<(Key, Uuid)>,
         effects: &mut Vec<Effect<'t>>,
     ) -> Result<HashSet<Uuid>, StoreError> {
@@ -245,6 +225,7 @@ impl Recorder {
                 continue;
             };
             met.insert(row.message_id);
+            let mut stored_as = row.message_id;
             match row.meets(task) {
                 Arrival::Again { retry_count } => again.push(self.plan(task, retry_count)),
                 Arrival::Duplicate { retry_count } => {
@@ -253,13 +234,12 @@ impl Recorder {
                 }
                 Arrival::Beside(reason) => {
                     let copy = task.clone().beside(Uuid::now_v7(), reason);
-                    if let Some(key) = keys.get(&task.message_id) {
-                        applied.push((key.clone(), copy.message_id));
-                    }
+                    stored_as = copy.message_id;
                     copies.push(copy);
                     effects.push(Effect::Beside(task, reason));
                 }
             }
+            applied.extend(key_of(task).map(|key| (key, stored_as)));
         }
         if !again.is_empty() {
             tx.fail_again(&again).await?;
@@ -329,6 +309,13 @@ impl Recorder {
             self.wake.at(started + delay);
         }
     }
+}
+
+fn key_of(task: &NewTask) -> Option<Key> {
+    task.idempotency_key.clone().map(|key| Key {
+        scope: task.scope(),
+        key,
+    })
 }
 
 /// Splits a batch so that no id is twice in one statement, in order: the second
