@@ -3,6 +3,9 @@
 //! [`SETTINGS`] is the one list of what can be set; `.env.example` and the
 //! README's table are tested against it.
 
+mod list;
+mod values;
+
 use std::{
     fmt,
     net::IpAddr,
@@ -10,74 +13,12 @@ use std::{
     time::Duration,
 };
 
-use config::{Config, File, FileFormat, Value, ValueKind};
-use globset::{Glob, GlobSet, GlobSetBuilder};
-use lapin::uri::AMQPUri;
+use config::Config;
+use globset::GlobSet;
 use secrecy::{ExposeSecret, SecretString};
-use serde::de::DeserializeOwned;
-use url::Url;
 
-/// One setting as a user meets it.
-pub struct Setting {
-    /// The environment variable; lower-cased, the key in the TOML file.
-    pub name: &'static str,
-    /// What holds when nothing is set.
-    pub default: &'static str,
-    /// One sentence for people.
-    pub help: &'static str,
-}
-
-const fn setting(name: &'static str, default: &'static str, help: &'static str) -> Setting {
-    Setting {
-        name,
-        default,
-        help,
-    }
-}
-
-/// Every setting there is, in the order they are documented.
-#[rustfmt::skip]
-pub const SETTINGS: &[Setting] = &[
-    setting("SERVICE_NAME", "retry-scheduler", "Names this service in logs, broker connections and the `x-retry-scheduler` header."),
-    setting("HTTP_HOST", "0.0.0.0", "Address the HTTP server listens on."),
-    setting("HTTP_PORT", "8086", "Port of the HTTP server; 0 takes any free one."),
-    setting("RABBITMQ_URL", "amqp://localhost:5672", "Broker, as `amqp://` or `amqps://`."),
-    setting("RETRY_QUEUE", "retry.scheduled", "Intake queue of RetryMessages; declared durable when absent."),
-    setting("MANUAL_REVIEW_QUEUE", "manual-review.pending", "Where messages go that people must look at; declared durable when absent."),
-    setting("DEAD_LETTER_QUEUE", "", "A queue that DLXs are bound to, whose raw dead letters are retried too; empty: none. Declared durable when absent."),
-    setting("REVIEW_FORMAT", "json", "Body of review messages: `json` or `protobuf`."),
-    setting("ALLOWED_QUEUES", "", "Comma-separated globs of queues a message may go back to; empty allows all but our own and `amq.*`."),
-    setting("DEFAULT_MAX_RETRIES", "3", "Retries of a message that does not say its own number."),
-    setting("MAX_RETRIES_LIMIT", "100", "No message gets more retries than this, whatever it asks for."),
-    setting("POLICIES_FILE", "", "TOML file of named policies; empty: the presets of `policies.toml`."),
-    setting("BASE_DELAY_MS", "2000", "Wait before the first retry; it doubles with each further one."),
-    setting("MAX_DELAY_MS", "60000", "Longest wait between retries, before jitter."),
-    setting("JITTER_MS", "1000", "A random 0 to this is added to each wait."),
-    setting("MAX_AGE_MS", "604800000", "A message older than this goes to review whatever its count."),
-    setting("RETRY_POLL_INTERVAL_MS", "1000", "Longest sleep of the dispatcher; it wakes earlier for what falls due."),
-    setting("DATABASE_URL", "postgresql://localhost:5432/retry_scheduler", "Postgres, as `postgresql://`."),
-    setting("DATABASE_POOL_SIZE", "8", "Connections to Postgres."),
-    setting("DATABASE_TIMEOUT_MS", "15000", "Deadline of one database operation."),
-    setting("MIGRATE_ON_START", "true", "Apply migrations when serving starts."),
-    setting("INTAKE_PREFETCH", "1000", "Unacknowledged messages the broker may hand us."),
-    setting("INTAKE_BATCH", "500", "Most messages stored in one transaction."),
-    setting("INTAKE_LINGER_MS", "5", "How long a batch waits for more once it has its first message."),
-    setting("DISPATCH_WORKERS", "2", "Batches in flight at once, each on its own connection."),
-    setting("DISPATCH_BATCH", "500", "Most messages republished in one transaction."),
-    setting("DISPATCH_BATCH_BYTES", "8388608", "Most payload bytes in one such batch; one message always fits."),
-    setting("CONFIRM_TIMEOUT_MS", "10000", "How long a published batch waits for the broker's confirms before it is rolled back."),
-    setting("BROKER_TIMEOUT_MS", "5000", "Deadline of connecting, declaring, acknowledging and closing."),
-    setting("BROKER_HEARTBEAT_SECONDS", "10", "AMQP heartbeat; a frozen broker is noticed after two."),
-    setting("MAX_PAYLOAD_BYTES", "16777216", "A larger original payload is not retried but goes to review."),
-    setting("IDEMPOTENCY_KEY_HOURS", "168", "How long an idempotency key is remembered."),
-    setting("RETAIN_RETRIED_HOURS", "168", "How long a message that was sent back and not heard of again is remembered."),
-    setting("RETAIN_REVIEWED_HOURS", "2160", "How long a message that went to review, or was cancelled, is remembered."),
-    setting("RETAIN_EVENTS_HOURS", "2160", "How long history is kept."),
-    setting("METRICS_MAX_QUEUES", "100", "Queues with a metric label of their own; the rest share `other`."),
-    setting("SHUTDOWN_TIMEOUT_MS", "20000", "Deadline for a clean stop."),
-    setting("LOG_LEVEL", "info", "tracing filter, such as `info` or `retry_scheduler=debug`."),
-    setting("LOG_FORMAT", "auto", "`json`, `pretty`, or `auto`: pretty on a terminal."),
-];
+pub use list::{SETTINGS, Setting};
+use values::{Values, key, one_of, read_file, redact};
 
 /// How log lines look.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -310,172 +251,6 @@ impl Settings {
             .iter()
             .map(|(name, value)| format!("{name}={value}\n"))
             .collect()
-    }
-}
-
-/// `config` gives the layers; this gives each value a name in its error.
-struct Values(Config);
-
-impl Values {
-    fn parsed<T: DeserializeOwned>(&self, name: &'static str) -> Result<T, ConfigError> {
-        self.0.get(&key(name)).map_err(|e| {
-            let shown = self.raw(name);
-            let why = match e {
-                config::ConfigError::Type { expected, .. } => format!("expected {expected}"),
-                other => other.to_string(),
-            };
-            ConfigError::new(name, format!("{shown:?} is not usable: {why}"))
-        })
-    }
-
-    fn raw(&self, name: &str) -> String {
-        match self.0.get::<Value>(&key(name)).map(|v| v.kind) {
-            Ok(ValueKind::Array(items)) => items
-                .into_iter()
-                .map(|v| v.into_string().unwrap_or_default())
-                .collect::<Vec<_>>()
-                .join(","),
-            _ => self.0.get_string(&key(name)).unwrap_or_default(),
-        }
-    }
-
-    fn text(&self, name: &'static str) -> Result<String, ConfigError> {
-        let text: String = self.parsed(name)?;
-        if text.is_empty() {
-            return Err(ConfigError::new(name, "must not be empty"));
-        }
-        Ok(text)
-    }
-
-    fn optional(&self, name: &'static str) -> Option<String> {
-        Some(self.raw(name)).filter(|text| !text.is_empty())
-    }
-
-    fn queue(&self, name: &'static str) -> Result<String, ConfigError> {
-        let queue = self.text(name)?;
-        if queue.len() > 255 {
-            return Err(ConfigError::new(name, "a queue name has at most 255 bytes"));
-        }
-        Ok(queue)
-    }
-
-    fn within<T>(
-        &self,
-        name: &'static str,
-        range: std::ops::RangeInclusive<T>,
-    ) -> Result<T, ConfigError>
-    where
-        T: DeserializeOwned + PartialOrd + fmt::Display,
-    {
-        let value: T = self.parsed(name)?;
-        if !range.contains(&value) {
-            let (low, high) = (range.start(), range.end());
-            return Err(ConfigError::new(
-                name,
-                format!("{value} is not between {low} and {high}"),
-            ));
-        }
-        Ok(value)
-    }
-
-    fn millis(&self, name: &'static str, least: u64) -> Result<Duration, ConfigError> {
-        // A century: beyond any sense, and safely inside Postgres's timestamps.
-        const MOST: u64 = 100 * 366 * 86_400_000;
-        self.within(name, least..=MOST).map(Duration::from_millis)
-    }
-
-    fn hours(&self, name: &'static str) -> Result<Duration, ConfigError> {
-        self.within(name, 1..=100 * 366 * 24_u64)
-            .map(|hours| Duration::from_secs(hours * 3600))
-    }
-
-    fn globs(&self, name: &'static str) -> Result<Option<GlobSet>, ConfigError> {
-        let raw = self.raw(name);
-        let patterns: Vec<&str> = raw
-            .split(',')
-            .map(str::trim)
-            .filter(|p| !p.is_empty())
-            .collect();
-        if patterns.is_empty() {
-            return Ok(None);
-        }
-        let mut set = GlobSetBuilder::new();
-        for pattern in patterns {
-            set.add(Glob::new(pattern).map_err(|e| ConfigError::new(name, e))?);
-        }
-        set.build().map(Some).map_err(|e| ConfigError::new(name, e))
-    }
-
-    fn amqp_url(&self, name: &'static str) -> Result<SecretString, ConfigError> {
-        let url = self.text(name)?;
-        url.parse::<AMQPUri>()
-            .map_err(|e| ConfigError::new(name, format!("not an AMQP URL: {e}")))?;
-        Ok(url.into())
-    }
-
-    fn database_url(&self, name: &'static str) -> Result<SecretString, ConfigError> {
-        let url = self.text(name)?;
-        let scheme = Url::parse(&url)
-            .map_err(|e| ConfigError::new(name, format!("not a URL: {e}")))?
-            .scheme()
-            .to_owned();
-        if !matches!(scheme.as_str(), "postgres" | "postgresql") {
-            return Err(one_of(name, &scheme, "postgresql://, postgres://"));
-        }
-        url.parse::<sqlx::postgres::PgConnectOptions>()
-            .map_err(|e| ConfigError::new(name, format!("not a Postgres URL: {e}")))?;
-        Ok(url.into())
-    }
-
-    fn log_filter(&self, name: &'static str) -> Result<String, ConfigError> {
-        let filter = self.text(name)?;
-        tracing_subscriber::EnvFilter::try_new(&filter)
-            .map_err(|e| ConfigError::new(name, format!("not a log filter: {e}")))?;
-        Ok(filter)
-    }
-
-    fn effective(&self) -> Vec<(&'static str, String)> {
-        SETTINGS
-            .iter()
-            .map(|s| (s.name, redact(&self.raw(s.name))))
-            .collect()
-    }
-}
-
-fn key(name: &str) -> String {
-    name.to_ascii_lowercase()
-}
-
-fn one_of(name: &str, got: &str, choices: &str) -> ConfigError {
-    ConfigError::new(name, format!("{got:?} is not one of {choices}"))
-}
-
-fn read_file(path: &Path) -> Result<File<config::FileSourceString, FileFormat>, ConfigError> {
-    let shown = path.display().to_string();
-    let text = std::fs::read_to_string(path).map_err(|e| ConfigError::new(&shown, e))?;
-    let source = File::from_str(&text, FileFormat::Toml);
-    let keys = Config::builder()
-        .add_source(source.clone())
-        .build()
-        .and_then(Config::try_deserialize::<serde_json::Map<String, serde_json::Value>>)
-        .map_err(|e| ConfigError::new(&shown, e))?;
-    for found in keys.keys() {
-        if !SETTINGS.iter().any(|s| key(s.name) == *found) {
-            return Err(ConfigError::new(shown, format!("unknown key {found:?}")));
-        }
-    }
-    Ok(source)
-}
-
-/// Hides the password of a URL; other values pass as they are.
-fn redact(value: &str) -> String {
-    match Url::parse(value) {
-        Ok(mut url) if url.password().is_some() => {
-            // Cannot fail: a URL that has a password has a host.
-            let _ = url.set_password(Some("***"));
-            url.to_string()
-        }
-        _ => value.to_owned(),
     }
 }
 

@@ -1,0 +1,63 @@
+//! The one list of what can be set.
+
+/// One setting as a user meets it.
+pub struct Setting {
+    /// The environment variable; lower-cased, the key in the TOML file.
+    pub name: &'static str,
+    /// What holds when nothing is set.
+    pub default: &'static str,
+    /// One sentence for people.
+    pub help: &'static str,
+}
+
+const fn setting(name: &'static str, default: &'static str, help: &'static str) -> Setting {
+    Setting {
+        name,
+        default,
+        help,
+    }
+}
+
+/// Every setting there is, in the order they are documented.
+#[rustfmt::skip]
+pub const SETTINGS: &[Setting] = &[
+    setting("SERVICE_NAME", "retry-scheduler", "Names this service in logs, broker connections and the `x-retry-scheduler` header."),
+    setting("HTTP_HOST", "0.0.0.0", "Address the HTTP server listens on."),
+    setting("HTTP_PORT", "8086", "Port of the HTTP server; 0 takes any free one."),
+    setting("RABBITMQ_URL", "amqp://localhost:5672", "Broker, as `amqp://` or `amqps://`."),
+    setting("RETRY_QUEUE", "retry.scheduled", "Intake queue of RetryMessages; declared durable when absent."),
+    setting("MANUAL_REVIEW_QUEUE", "manual-review.pending", "Where messages go that people must look at; declared durable when absent."),
+    setting("DEAD_LETTER_QUEUE", "", "A queue that DLXs are bound to, whose raw dead letters are retried too; empty: none. Declared durable when absent."),
+    setting("REVIEW_FORMAT", "json", "Body of review messages: `json` or `protobuf`."),
+    setting("ALLOWED_QUEUES", "", "Comma-separated globs of queues a message may go back to; empty allows all but our own and `amq.*`."),
+    setting("DEFAULT_MAX_RETRIES", "3", "Retries of a message that does not say its own number."),
+    setting("MAX_RETRIES_LIMIT", "100", "No message gets more retries than this, whatever it asks for."),
+    setting("POLICIES_FILE", "", "TOML file of named policies; empty: the presets of `policies.toml`."),
+    setting("BASE_DELAY_MS", "2000", "Wait before the first retry; it doubles with each further one."),
+    setting("MAX_DELAY_MS", "60000", "Longest wait between retries, before jitter."),
+    setting("JITTER_MS", "1000", "A random 0 to this is added to each wait."),
+    setting("MAX_AGE_MS", "604800000", "A message older than this goes to review whatever its count."),
+    setting("RETRY_POLL_INTERVAL_MS", "1000", "Longest sleep of the dispatcher; it wakes earlier for what falls due."),
+    setting("DATABASE_URL", "postgresql://localhost:5432/retry_scheduler", "Postgres, as `postgresql://`."),
+    setting("DATABASE_POOL_SIZE", "8", "Connections to Postgres."),
+    setting("DATABASE_TIMEOUT_MS", "15000", "Deadline of one database operation."),
+    setting("MIGRATE_ON_START", "true", "Apply migrations when serving starts."),
+    setting("INTAKE_PREFETCH", "1000", "Unacknowledged messages the broker may hand us."),
+    setting("INTAKE_BATCH", "500", "Most messages stored in one transaction."),
+    setting("INTAKE_LINGER_MS", "5", "How long a batch waits for more once it has its first message."),
+    setting("DISPATCH_WORKERS", "2", "Batches in flight at once, each on its own connection."),
+    setting("DISPATCH_BATCH", "500", "Most messages republished in one transaction."),
+    setting("DISPATCH_BATCH_BYTES", "8388608", "Most payload bytes in one such batch; one message always fits."),
+    setting("CONFIRM_TIMEOUT_MS", "10000", "How long a published batch waits for the broker's confirms before it is rolled back."),
+    setting("BROKER_TIMEOUT_MS", "5000", "Deadline of connecting, declaring, acknowledging and closing."),
+    setting("BROKER_HEARTBEAT_SECONDS", "10", "AMQP heartbeat; a frozen broker is noticed after two."),
+    setting("MAX_PAYLOAD_BYTES", "16777216", "A larger original payload is not retried but goes to review."),
+    setting("IDEMPOTENCY_KEY_HOURS", "168", "How long an idempotency key is remembered."),
+    setting("RETAIN_RETRIED_HOURS", "168", "How long a message that was sent back and not heard of again is remembered."),
+    setting("RETAIN_REVIEWED_HOURS", "2160", "How long a message that went to review, or was cancelled, is remembered."),
+    setting("RETAIN_EVENTS_HOURS", "2160", "How long history is kept."),
+    setting("METRICS_MAX_QUEUES", "100", "Queues with a metric label of their own; the rest share `other`."),
+    setting("SHUTDOWN_TIMEOUT_MS", "20000", "Deadline for a clean stop."),
+    setting("LOG_LEVEL", "info", "tracing filter, such as `info` or `retry_scheduler=debug`."),
+    setting("LOG_FORMAT", "auto", "`json`, `pretty`, or `auto`: pretty on a terminal."),
+];
