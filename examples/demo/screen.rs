@@ -15,6 +15,9 @@ use crate::{
 /// How many events stay on the screen.
 const EVENTS: usize = 8;
 
+/// Longer events are cut on the screen.
+const WIDTH: usize = 75;
+
 /// How often the summary is printed where it cannot be redrawn.
 const SUMMARY: Duration = Duration::from_secs(5);
 
@@ -74,7 +77,7 @@ impl Screen {
                     if events.len() == EVENTS {
                         events.pop_front();
                     }
-                    events.push_back(event.line(*colour));
+                    events.push_back(event.line(*colour, WIDTH));
                 }
                 let mut lines = vec![view.title.clone(), String::new()];
                 lines.extend(LEGEND.map(str::to_owned));
@@ -98,7 +101,7 @@ impl Screen {
                 let at = start.elapsed().as_secs_f64();
                 let mut out: String = told
                     .iter()
-                    .map(|event| format!("{at:5.1} s  {}\n", event.line(false)))
+                    .map(|event| format!("{at:5.1} s  {}\n", event.line(false, usize::MAX)))
                     .collect();
                 if summary.elapsed() >= SUMMARY {
                     *summary = Instant::now();
@@ -128,17 +131,22 @@ impl Drop for Screen {
 }
 
 impl Told {
-    fn line(&self, colour: bool) -> String {
+    fn line(&self, colour: bool, width: usize) -> String {
         let (sign, code) = match self.mark {
             Mark::Failed => ('✗', 31),
             Mark::Back => ('↻', 33),
             Mark::Done => ('✓', 32),
             Mark::Review => ('⚑', 35),
         };
+        let mut text = self.text.clone();
+        if let Some((cut, _)) = text.char_indices().nth(width) {
+            text.truncate(cut);
+            text.push('…');
+        }
         if colour {
-            format!("  \x1b[{code}m{sign}\x1b[0m {}", self.text)
+            format!("  \x1b[{code}m{sign}\x1b[0m {text}")
         } else {
-            format!("  {sign} {}", self.text)
+            format!("  {sign} {text}")
         }
     }
 }
