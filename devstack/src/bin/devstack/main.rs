@@ -99,17 +99,17 @@ fn test(workspace: &Workspace, args: &[String]) -> Result<u8> {
     Ok(exit_code(interrupts.wait(&mut tests, || {})?))
 }
 
-/// Runs what `cargo run <target>` names with the addresses of both services.
+/// Runs what `cargo run <target>` names with the addresses of both services. For its help, nothing is started.
 fn with_services(workspace: &Workspace, target: &[&str], args: &[String]) -> Result<u8> {
+    let mut command = workspace.cargo(&["run", "--package", "retry-scheduler"]);
+    command.args(target).arg("--").args(args);
+    if args.iter().any(|arg| arg == "--help" || arg == "-h") {
+        return Err(command.exec()).context("Failed to run cargo");
+    }
     let interrupts = Interrupts::catch()?;
     let lock = workspace.lock()?;
     let surroundings = Surroundings::start(workspace, "dev")?;
-    let mut command = workspace.cargo(&["run", "--package", "retry-scheduler"]);
-    command
-        .args(target)
-        .arg("--")
-        .args(args)
-        .envs(surroundings.variables());
+    command.envs(surroundings.variables());
     let mut program = Foreground::start(&mut command, Some(&lock))?;
     Ok(exit_code(interrupts.wait(&mut program, || {})?))
 }

@@ -1,0 +1,294 @@
+//! Everything that runs, from an empty stage to an empty stage.
+
+use std::{net::SocketAddr, sync::Arc, time::Duration};
+
+use anyhow::{Context, bail, ensure};
+use lapin::{Connection, ConnectionProperties};
+use retry_scheduler::{app::App, config::Settings};
+use secrecy::ExposeSecret;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+    task::{JoinHandle, JoinSet},
+    time::{Instant, interval, sleep, timeout},
+};
+use tokio_util::sync::CancellationToken;
+use url::Url;
+
+use crate::{
+    Args,
+    ledger::Ledger,
+    rows::{Row, Rows, SCHEMA},
+    screen::{Screen, View, put},
+    services::{self, INTAKE, REVIEW, SERVICES},
+};
+
+/// Waits of 1.5, 3 and 6 s, and up to half a second more: a minute shows it all.
+const SETTINGS: [(&str, &str); 9] = [
+    ("SERVICE_NAME", "retry-scheduler-demo"),
+    ("HTTP_HOST", "127.0.0.1"),
+    ("RETRY_QUEUE", INTAKE),
+    ("MANUAL_REVIEW_QUEUE", REVIEW),
+    ("DEFAULT_MAX_RETRIES", "3"),
+    ("BASE_DELAY_MS", "1500"),
+    ("MAX_DELAY_MS", "8000"),
+    ("JITTER_MS", "500"),
+    ("SHUTDOWN_TIMEOUT_MS", "5000"),
+];
+
+/// Four frames a second.
+const FRAME: Duration = Duration::from_millis(250);
+
+/// Twice the longest way a message can have.
+const SETTLING: Duration = Duration::from_secs(30);
+
+const STARTING: Duration = Duration::from_secs(30);
+
+/// All that runs.
+pub struct Stage {
+    rows: Rows,
+    counted: [Row; SERVICES.len()],
+    ledger: Arc<Ledger>,
+    /// For the services; review has its own, so that closing it puts back what was read.
+    broker: Arc<Connection>,
+    reviewing: Arc<Connection>,
+    programs: JoinSet<anyhow::Result<()>>,
+    app: JoinHandle<anyhow::Result<()>>,
+    app_stop: CancellationToken,
+    address: SocketAddr,
+    screen: Screen,
+}
+
+impl Stage {
+    /// Cleans up after the last demo, starts the service and then the others.
+    pub async fn set() -> anyhow::Result<Self> {
+        let settings = settings()?;
+        let broker = connect(&settings).await?;
+        let rows = Rows::open(settings.database_url.expose_secret()).await?;
+        services::prepare(&broker).await?;
+        let reviewing = connect(&settings).await?;
+
+        let app = App::new(settings).await?;
+        let address = app.address()?;
+        let app_stop = CancellationToken::new();
+        let app = tokio::spawn(app.run(app_stop.clone().cancelled_owned()));
+        until_ready(address).await?;
+
+        let ledger = Arc::new(Ledger::default());
+        let mut programs = JoinSet::new();
+        programs.spawn(services::review(reviewing.clone(), ledger.clone()));
+        for (index, service) in SERVICES.iter().enumerate() {
+            if service.consumes() {
+                programs.spawn(services::serve(broker.clone(), ledger.clone(), index));
+            }
+        }
+        Ok(Self {
+            rows,
+            counted: [Row::default(); SERVICES.len()],
+            ledger,
+            broker,
+            reviewing,
+            programs,
+            app,
+            app_stop,
+            address,
+            screen: Screen::new(),
+        })
+    }
+
+    /// Sends messages and shows what becomes of them until all have ended.
+    pub async fn play(&mut self, args: &Args) -> anyhow::Result<()> {
+        let time = Duration::from_secs(args.seconds.into());
+        let (broker, ledger) = (self.broker.clone(), self.ledger.clone());
+        self.programs
+            .spawn(services::produce(broker, ledger, args.rate, time));
+        let start = Instant::now();
+        let mut settling: Option<Instant> = None;
+        let mut frames = interval(FRAME);
+        loop {
+            tokio::select! {
+                _ = frames.tick() => {}
+                // Only the producer ends by itself; a panic counts as a failure.
+                Some(ended) = self.programs.join_next() => {
+                    ended.context("a simulated service panicked")??;
+                    settling = Some(Instant::now());
+                }
+                ended = &mut self.app => {
+                    ended.context("the service panicked")??;
+                    bail!("the service ended");
+                }
+            }
+            self.rows.tell(&self.ledger).await?;
+            self.counted = self.rows.count().await?;
+            let open = self.ledger.open();
+            let doing = match settling {
+                None => format!(
+                    "sending {}/s, {} of {} s",
+                    args.rate,
+                    start.elapsed().as_secs(),
+                    args.seconds
+                ),
+                Some(_) => format!("sent all, {open} to go"),
+            };
+            let title = match self.screen {
+                Screen::Terminal { .. } => {
+                    let address = self.address;
+                    format!("retry-scheduler demo: {doing}; http://{address}/metrics")
+                }
+                Screen::Lines { .. } => doing,
+            };
+            let view = self.view(title);
+            self.screen.draw(&view, self.ledger.take_told())?;
+            match settling {
+                Some(_) if open == 0 => return Ok(()),
+                // What does not settle, the report finds.
+                Some(since) if since.elapsed() > SETTLING => return Ok(()),
+                _ => {}
+            }
+        }
+    }
+
+    /// Takes the live summary away.
+    pub fn clear(&mut self) -> std::io::Result<()> {
+        self.screen.clear()
+    }
+
+    /// The table as it stands, for an end before the end.
+    pub fn so_far(&self) -> std::io::Result<()> {
+        let table = self.view(String::new()).table().join("\n");
+        put(&format!("Interrupted; so far:\n\n{table}\n"))
+    }
+
+    fn view(&self, title: String) -> View {
+        View {
+            title,
+            counts: self.ledger.counts(),
+            rows: self.counted,
+        }
+    }
+
+    /// The final table, whether it adds up, and where to look next.
+    pub async fn report(&mut self) -> anyhow::Result<()> {
+        self.programs.shutdown().await;
+        let _ = self.reviewing.close(200, "read".into()).await;
+        let reviewed: usize = self.ledger.counts().iter().map(|c| c.reviewed).sum();
+        let mut in_queue = 0;
+        for _ in 0..20 {
+            // The broker puts back what was read a moment after the close.
+            in_queue = services::in_review_queue(&self.broker).await? as usize;
+            if in_queue >= reviewed {
+                break;
+            }
+            sleep(FRAME).await;
+        }
+        // The last rows settle a moment after their messages arrive.
+        let mut faults = Vec::new();
+        for _ in 0..20 {
+            self.rows.tell(&self.ledger).await?;
+            self.counted = self.rows.count().await?;
+            faults = self.ledger.faults(&self.counted, in_queue);
+            if faults.is_empty() {
+                break;
+            }
+            sleep(FRAME).await;
+        }
+        let table = self.view(String::new()).table().join("\n");
+        put(&format!("\n{table}\n\n"))?;
+        if !faults.is_empty() {
+            let shown = faults.len().min(20);
+            for fault in &faults[..shown] {
+                eprintln!("  {fault}");
+            }
+            bail!("{} things do not add up", faults.len());
+        }
+        put(&format!(
+            "It adds up: every message is done or in review once, with its own body, as the\n\
+             services, Postgres and RabbitMQ have it; {reviewed} wait on {REVIEW}.\n"
+        ))?;
+        if let Some((id, lines)) = self.rows.one_history().await? {
+            let label = self.ledger.label(id);
+            let lines = lines.join("\n");
+            put(&format!(
+                "\nThe way of {label}, from its first failure:\n{lines}\n"
+            ))?;
+        }
+        put(&format!(
+            "\nAll of it stays until the next demo. To look at it, `cargo dev up` starts both\n\
+             again and prints how to reach them; then in psql:\n\
+             \x20 SELECT original_queue, status, reason FROM {SCHEMA}.retry_queue;\n\
+             \x20 SELECT * FROM {SCHEMA}.retry_events ORDER BY id DESC LIMIT 20;\n\
+             README.md tells how to use it for your own queues.\n"
+        ))?;
+        Ok(())
+    }
+
+    /// Stops everything, in an order in which nothing complains.
+    pub async fn strike(mut self) -> anyhow::Result<()> {
+        self.programs.shutdown().await;
+        let closing = async {
+            let _ = self.reviewing.close(200, "demo over".into()).await;
+            let _ = self.broker.close(200, "demo over".into()).await;
+        };
+        let _ = timeout(Duration::from_secs(2), closing).await;
+        self.app_stop.cancel();
+        if !self.app.is_finished() {
+            self.app.await.context("the service panicked")??;
+        }
+        Ok(())
+    }
+}
+
+/// The demo's own settings; addresses and the port from the environment.
+fn settings() -> anyhow::Result<Settings> {
+    let url = std::env::var("DATABASE_URL").unwrap_or_default();
+    ensure!(
+        !url.is_empty(),
+        "DATABASE_URL and RABBITMQ_URL say where to run; `cargo dev demo` sets them"
+    );
+    let mut url = Url::parse(&url).context("DATABASE_URL")?;
+    url.query_pairs_mut()
+        .append_pair("options[search_path]", SCHEMA);
+    let settings = Settings::load(None, |name| match name {
+        "DATABASE_URL" => Some(url.to_string()),
+        "RABBITMQ_URL" => std::env::var(name).ok(),
+        "HTTP_PORT" => std::env::var(name).ok().or_else(|| Some("0".into())),
+        _ => {
+            let own = SETTINGS.iter().find(|(own, _)| *own == name);
+            own.map(|(_, value)| (*value).to_owned())
+        }
+    })?;
+    Ok(settings)
+}
+
+async fn connect(settings: &Settings) -> anyhow::Result<Arc<Connection>> {
+    let url = settings.rabbitmq_url.expose_secret();
+    let properties = ConnectionProperties::default().with_connection_name("demo".into());
+    let connecting = Connection::connect(url, properties);
+    let connection = timeout(STARTING, connecting)
+        .await
+        .context("RabbitMQ does not answer")?
+        .context("connecting to RabbitMQ (RABBITMQ_URL)")?;
+    Ok(Arc::new(connection))
+}
+
+/// Asks `/ready` until it says yes.
+async fn until_ready(address: SocketAddr) -> anyhow::Result<()> {
+    let deadline = Instant::now() + STARTING;
+    loop {
+        let mut stream = TcpStream::connect(address).await?;
+        stream
+            .write_all(b"GET /ready HTTP/1.0\r\nHost: localhost\r\n\r\n")
+            .await?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await?;
+        if answer.split(' ').nth(1) == Some("200") {
+            return Ok(());
+        }
+        let body = answer.split_once("\r\n\r\n").map_or("", |(_, body)| body);
+        ensure!(
+            Instant::now() < deadline,
+            "the service is not ready: {body}"
+        );
+        sleep(FRAME).await;
+    }
+}
