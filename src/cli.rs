@@ -1,5 +1,7 @@
 //! The command line: arguments and commands.
 
+mod probe;
+
 use std::{io::Read, path::PathBuf};
 
 use anyhow::{Context, bail};
@@ -47,6 +49,8 @@ enum Command {
     Migrate,
     /// Print the settings in force, passwords hidden, and exit.
     CheckConfig,
+    /// Ask the service running on this machine whether it is ready; exit 1 and say what is down if it is not.
+    Probe,
     /// Publish one RetryMessage to the intake queue, as a dead-letter handler would.
     Send(Send),
     /// Print the deterministic idempotency key of an operation.
@@ -105,6 +109,7 @@ impl Cli {
                 print!("{}", settings.describe());
                 Ok(())
             }
+            Command::Probe => probe::run(&settings).await,
             Command::Send(send) => send.run(&settings).await,
             Command::IdempotencyKey(of) => {
                 let parameters = serde_json::from_str(&of.parameters)

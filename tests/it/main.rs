@@ -7,5 +7,7 @@
 mod classes;
 mod dead_letters;
 mod histories;
+mod containers;
+mod documents;
 mod pipeline;
 mod support;

@@ -1,0 +1,43 @@
+# syntax=docker/dockerfile:1
+ARG RUST_VERSION=1.95
+
+FROM rust:${RUST_VERSION}-slim-bookworm AS build
+WORKDIR /src
+
+# The dependencies are a layer of their own, built around empty sources: they are
+# compiled again only when a manifest or the lock file changes. The member
+# devstack is never built here, but the workspace does not load without it.
+COPY Cargo.toml Cargo.lock ./
+COPY devstack/Cargo.toml devstack/
+RUN mkdir src devstack/src \
+    && echo 'fn main() {}' > src/main.rs \
+    && cp src/main.rs build.rs \
+    && touch src/lib.rs devstack/src/lib.rs \
+    && cargo build --release --locked --bin retry-scheduler
+
+# build.rs compiles proto/; the migrations and the policy presets end up in the
+# binary. Copied files are older than what was built around the empty ones, so
+# cargo has to be told that they changed.
+COPY build.rs policies.toml ./
+COPY proto proto
+COPY migrations migrations
+COPY src src
+RUN touch build.rs src/main.rs src/lib.rs \
+    && cargo build --release --locked --bin retry-scheduler
+
+# glibc and CA certificates, and nothing else: no shell, no package manager.
+FROM debian:bookworm-slim
+LABEL org.opencontainers.image.title="retry-scheduler" \
+      org.opencontainers.image.description="Durable retries for RabbitMQ: a failed message waits in Postgres and goes back to its queue, or to people." \
+      org.opencontainers.image.licenses="MIT OR Apache-2.0"
+COPY LICENSE-APACHE LICENSE-MIT /usr/share/doc/retry-scheduler/
+COPY --from=build /src/target/release/retry-scheduler /usr/local/bin/retry-scheduler
+# `nonroot`, as a number, so that a host can see that it is not root.
+USER 65532:65532
+EXPOSE 8086
+STOPSIGNAL SIGTERM
+# Ready means that Postgres answers and RabbitMQ is subscribed to and published to.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=30s --retries=3 \
+    CMD ["/usr/local/bin/retry-scheduler", "probe"]
+ENTRYPOINT ["/usr/local/bin/retry-scheduler"]
+CMD ["serve"]
