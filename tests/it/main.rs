@@ -4,5 +4,8 @@
 //! has a database and queue names of its own. Tests that break a service use
 //! [`support::Breakable`], a second pair that one test has at a time.
 
+mod again;
+mod instances;
+mod losing;
 mod pipeline;
 mod support;

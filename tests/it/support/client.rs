@@ -116,6 +116,15 @@ impl Client {
 
     /// Messages ready in a queue, or `None` if there is no such queue.
     pub async fn depth(&self, queue: &str) -> Option<u32> {
+        self.look(queue).await.map(|q| q.message_count())
+    }
+
+    /// Consumers of a queue, or `None` if there is no such queue.
+    pub async fn consumers(&self, queue: &str) -> Option<u32> {
+        self.look(queue).await.map(|q| q.consumer_count())
+    }
+
+    async fn look(&self, queue: &str) -> Option<lapin::Queue> {
         let passive = QueueDeclareOptions {
             passive: true,
             ..Default::default()
@@ -124,7 +133,7 @@ impl Client {
         let found = probe
             .queue_declare(queue.into(), passive, FieldTable::default())
             .await;
-        found.ok().map(|q| q.message_count())
+        found.ok()
     }
 
     /// Publishes bytes and waits for the confirm.
