@@ -9,5 +9,8 @@ mod dead_letters;
 mod histories;
 mod containers;
 mod documents;
+mod again;
+mod instances;
+mod losing;
 mod pipeline;
 mod support;

@@ -8,7 +8,7 @@ use sqlx::{PgPool, postgres::PgPoolOptions};
 use tokio::{sync::oneshot, task::JoinHandle};
 use uuid::Uuid;
 
-use super::{Client, Scrape, eventually};
+use super::{Client, Proxy, Scrape, eventually};
 
 /// A database, queue names and settings that no other test has.
 pub struct Bed {
@@ -125,6 +125,16 @@ impl Bed {
         running
     }
 
+    /// Starts the compiled binary, its log aside; returns at once.
+    pub fn spawn(&self) -> tokio::process::Child {
+        self.command()
+            .arg("serve")
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("the binary starts")
+    }
+
     /// The compiled binary with this bed's settings and nothing else.
     pub fn command(&self) -> tokio::process::Command {
         let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_retry-scheduler"));
@@ -141,6 +151,38 @@ impl Bed {
     pub async fn migrate(&self) {
         let store = retry_scheduler::store::Store::open(&self.settings(), "test").expect("a store");
         store.migrate().await.expect("migrations apply");
+    }
+
+    /// Puts a proxy between Postgres and services started from now on. The
+    /// test's own connections keep to the direct way.
+    pub async fn proxy_postgres(&mut self) -> Proxy {
+        let direct = self.setting("DATABASE_URL").to_owned();
+        let port = url::Url::parse(&direct).expect("a URL").port();
+        let proxy = Proxy::to(port.expect("a port")).await;
+        self.set("DATABASE_URL", &proxy.by_way(&direct));
+        proxy
+    }
+
+    /// Stores `n` rows that are due, without a producer.
+    pub async fn insert_due(&self, queue: &str, n: i32) {
+        sqlx::query(
+            "INSERT INTO retry_queue (message_id, original_payload, original_queue, next_retry_at)
+             SELECT gen_random_uuid(), convert_to('job ' || i, 'UTF8'), $1, now()
+             FROM generate_series(1, $2) AS i",
+        )
+        .bind(queue)
+        .bind(n)
+        .execute(&self.db)
+        .await
+        .expect("rows are stored");
+    }
+
+    /// Makes everything that waits due now.
+    pub async fn make_due(&self) {
+        sqlx::query("UPDATE retry_queue SET next_retry_at = now() WHERE status = 'pending'")
+            .execute(&self.db)
+            .await
+            .expect("rows fall due");
     }
 
     /// One number from the database.

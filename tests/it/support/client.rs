@@ -116,6 +116,15 @@ impl Client {
 
     /// Messages ready in a queue, or `None` if there is no such queue.
     pub async fn depth(&self, queue: &str) -> Option<u32> {
+        self.look(queue).await.map(|q| q.message_count())
+    }
+
+    /// Consumers of a queue, or `None` if there is no such queue.
+    pub async fn consumers(&self, queue: &str) -> Option<u32> {
+        self.look(queue).await.map(|q| q.consumer_count())
+    }
+
+    async fn look(&self, queue: &str) -> Option<lapin::Queue> {
         let passive = QueueDeclareOptions {
             passive: true,
             ..Default::default()
@@ -124,7 +133,7 @@ impl Client {
         let found = probe
             .queue_declare(queue.into(), passive, FieldTable::default())
             .await;
-        found.ok().map(|q| q.message_count())
+        found.ok()
     }
 
     /// Publishes bytes and waits for the confirm.
@@ -167,6 +176,28 @@ impl Client {
     /// Publishes one RetryMessage.
     pub async fn send(&self, queue: &str, message: &RetryMessage) {
         self.send_all(queue, std::slice::from_ref(message)).await;
+    }
+
+    /// Takes `n` messages from a queue and keeps only their ids: fast.
+    pub async fn ids(&self, queue: &str, n: usize) -> Vec<String> {
+        let channel = self.channel().await;
+        let options = BasicConsumeOptions {
+            no_ack: true,
+            ..Default::default()
+        };
+        let consumer = channel
+            .basic_consume(queue.into(), "".into(), options, FieldTable::default())
+            .await
+            .expect("subscribed");
+        let id = |delivery: lapin::Result<lapin::message::Delivery>| {
+            let properties = delivery.expect("a delivery").properties;
+            let id = properties.message_id().as_ref();
+            id.expect("a message_id").to_string()
+        };
+        let ids = consumer.take(n).map(id).collect();
+        tokio::time::timeout(PATIENCE, ids)
+            .await
+            .unwrap_or_else(|_| panic!("fewer than {n} came to {queue}"))
     }
 
     /// Subscribes; each message is acknowledged as it is read.

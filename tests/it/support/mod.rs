@@ -4,11 +4,13 @@
 mod bed;
 mod client;
 mod metrics;
+mod proxy;
 mod services;
 
 pub use bed::{Bed, Running};
 pub use client::{Client, Received};
 pub use metrics::Scrape;
+pub use proxy::{Fault, Proxy};
 pub use services::{Breakable, breakable, shared};
 
 use std::time::{Duration, Instant};
