@@ -287,7 +287,8 @@ pub enum Outcome {
 /// What kept a batch from being answered in full. The publisher is spent.
 #[derive(Debug, thiserror::Error)]
 pub enum Fault {
-    /// The broker closed the channel, which it does over one message's content.
+    /// The broker closed the channel, or all of the connection, over one
+    /// message's content.
     #[error("RabbitMQ closed the channel: {0}")]
     Channel(String),
     /// The connection failed.
@@ -349,7 +350,7 @@ impl Publisher {
             match timeout_at(deadline, publish).await {
                 Ok(Ok(confirm)) => confirms.push(confirm),
                 Ok(Err(e)) => {
-                    fault = Some(self.fault(&e));
+                    self.blame(&mut fault, &e);
                     break;
                 }
                 Err(_) => {
@@ -364,7 +365,7 @@ impl Publisher {
             let answer = match timeout_at(deadline, confirm).await {
                 Ok(Ok(confirmation)) => confirmation,
                 Ok(Err(e)) => {
-                    fault.get_or_insert_with(|| self.fault(&e));
+                    self.blame(&mut fault, &e);
                     continue;
                 }
                 Err(_) => {
@@ -394,11 +395,18 @@ impl Publisher {
         (outcomes, fault)
     }
 
-    fn fault(&self, error: &lapin::Error) -> Fault {
-        if error.is_amqp_soft_error() {
-            Fault::Channel(error.to_string())
+    /// Notes why a batch broke off. What the broker said of a message's content
+    /// outweighs what followed from it: publishing on fails first, because the
+    /// channel is gone.
+    fn blame(&self, fault: &mut Option<Fault>, error: &lapin::Error) {
+        const FRAME_ERROR: u16 = 501;
+        const SYNTAX_ERROR: u16 = 502;
+        let by_content = error.is_amqp_soft_error()
+            || matches!(amqp_code(error), Some(FRAME_ERROR | SYNTAX_ERROR));
+        if by_content {
+            *fault = Some(Fault::Channel(error.to_string()));
         } else {
-            Fault::Connection(error.to_string())
+            fault.get_or_insert_with(|| Fault::Connection(error.to_string()));
         }
     }
 

@@ -86,6 +86,9 @@ impl Dispatcher {
     pub async fn run(self, cancelled: CancellationToken) {
         let mut backoff = Backoff::default();
         let mut connected_before = false;
+        // Turns to take one row at a time, to find the one the broker chokes on.
+        // Outlives the connection, which may be what it costs.
+        let mut careful = 0_usize;
         while !cancelled.is_cancelled() {
             match self.broker.publisher(&self.review_queue.to_string()).await {
                 Ok(mut publisher) => {
@@ -97,7 +100,9 @@ impl Dispatcher {
                     }
                     connected_before = true;
                     self.part.up("connected");
-                    let fault = self.serve(&mut publisher, &cancelled, &mut backoff).await;
+                    let fault = self
+                        .serve(&mut publisher, &cancelled, &mut backoff, &mut careful)
+                        .await;
                     match &fault {
                         None => self.part.down("stopped"),
                         Some(why) => {
@@ -122,9 +127,8 @@ impl Dispatcher {
         publisher: &mut Publisher,
         cancelled: &CancellationToken,
         backoff: &mut Backoff,
+        careful: &mut usize,
     ) -> Option<String> {
-        // Turns to take one row at a time, to find the one the broker chokes on.
-        let mut careful = 0_usize;
         while !cancelled.is_cancelled() {
             if let Err(why) = publisher.usable() {
                 if !publisher.blocked() {
@@ -136,8 +140,8 @@ impl Dispatcher {
                 continue;
             }
             self.part.up("connected");
-            let rows = if careful > 0 { 1 } else { self.batch };
-            careful = careful.saturating_sub(1);
+            let rows = if *careful > 0 { 1 } else { self.batch };
+            *careful = careful.saturating_sub(1);
             match self.run_once(publisher, rows).await {
                 Ok(Turn::Full) => backoff.reset(),
                 Ok(turn) => {
@@ -145,7 +149,7 @@ impl Dispatcher {
                     self.rest(&turn, cancelled).await;
                 }
                 Err(TurnError::Broker(Fault::Channel(why))) => {
-                    careful = self.batch;
+                    *careful = self.batch;
                     warn!(error = why, "one message closed the channel; finding which");
                     if let Err(e) = publisher.reopen().await {
                         return Some(e.to_string());
