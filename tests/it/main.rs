@@ -5,4 +5,5 @@
 //! [`support::Breakable`], a second pair that one test has at a time.
 
 mod pipeline;
+mod standing;
 mod support;

@@ -143,6 +143,22 @@ impl Bed {
         store.migrate().await.expect("migrations apply");
     }
 
+    /// A row that is due now, without the way through the broker. Its id.
+    pub async fn insert_due(&self, queue: &str, payload: &[u8]) -> Uuid {
+        let id = Uuid::now_v7();
+        sqlx::query(
+            "INSERT INTO retry_queue (message_id, original_payload, original_queue)
+             VALUES ($1, $2, $3)",
+        )
+        .bind(id)
+        .bind(payload)
+        .bind(queue)
+        .execute(&self.db)
+        .await
+        .expect("a row");
+        id
+    }
+
     /// One number from the database.
     pub async fn count(&self, sql: &'static str) -> i64 {
         sqlx::query_scalar(sql)

@@ -4,11 +4,13 @@
 mod bed;
 mod client;
 mod metrics;
+mod process;
 mod services;
 
 pub use bed::{Bed, Running};
-pub use client::{Client, Received};
+pub use client::{Client, Inbox, Received};
 pub use metrics::Scrape;
+pub use process::Process;
 pub use services::{Breakable, breakable, shared};
 
 use std::time::{Duration, Instant};
@@ -30,6 +32,11 @@ where
         assert!(start.elapsed() < PATIENCE, "never came true: {what}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
+}
+
+/// Does to a service what takes a while and blocks.
+pub fn disturb<T>(act: impl FnOnce() -> anyhow::Result<T>) -> T {
+    tokio::task::block_in_place(act).expect("the service is disturbed")
 }
 
 /// A RetryMessage for `queue` with a new id.
