@@ -4,6 +4,7 @@
 //! has a database and queue names of its own. Tests that break a service use
 //! [`support::Breakable`], a second pair that one test has at a time.
 
+mod blowing;
 mod pipeline;
 mod standing;
 mod support;
