@@ -7,4 +7,5 @@
 mod blowing;
 mod pipeline;
 mod standing;
+mod strangers;
 mod support;
