@@ -7,5 +7,6 @@
 mod blowing;
 mod pipeline;
 mod standing;
+mod stopping;
 mod strangers;
 mod support;
