@@ -5,6 +5,7 @@
 //! [`support::Breakable`], a second pair that one test has at a time.
 
 mod blowing;
+mod commands;
 mod pipeline;
 mod standing;
 mod stopping;
