@@ -287,7 +287,8 @@ pub enum Outcome {
 /// What kept a batch from being answered in full. The publisher is spent.
 #[derive(Debug, thiserror::Error)]
 pub enum Fault {
-    /// The broker closed the channel, which it does over one message's content.
+    /// The broker closed the channel, or all of the connection, over one
+    /// message's content.
     #[error("RabbitMQ closed the channel: {0}")]
     Channel(String),
     /// The connection failed.
@@ -349,7 +350,7 @@ impl Publisher {
             match timeout_at(deadline, publish).await {
                 Ok(Ok(confirm)) => confirms.push(confirm),
                 Ok(Err(e)) => {
-                    fault = Some(self.fault(&e));
+                    blame(&mut fault, &e);
                     break;
                 }
                 Err(_) => {
@@ -364,7 +365,7 @@ impl Publisher {
             let answer = match timeout_at(deadline, confirm).await {
                 Ok(Ok(confirmation)) => confirmation,
                 Ok(Err(e)) => {
-                    fault.get_or_insert_with(|| self.fault(&e));
+                    blame(&mut fault, &e);
                     continue;
                 }
                 Err(_) => {
@@ -394,14 +395,6 @@ impl Publisher {
         (outcomes, fault)
     }
 
-    fn fault(&self, error: &lapin::Error) -> Fault {
-        if error.is_amqp_soft_error() {
-            Fault::Channel(error.to_string())
-        } else {
-            Fault::Connection(error.to_string())
-        }
-    }
-
     /// A new channel on the same connection, after the broker closed the old one.
     pub async fn reopen(&mut self) -> Result<(), BrokerError> {
         self.channel = self.broker.confirming(&self.connection).await?;
@@ -416,5 +409,60 @@ impl Publisher {
     /// Says goodbye, within the deadline.
     pub async fn close(self) {
         close(&self.connection, self.broker.timeout).await;
+    }
+}
+
+/// Notes why a batch broke off. What the broker said of a message's content
+/// outweighs what followed from it: publishing on may fail first, because the
+/// channel is gone.
+fn blame(fault: &mut Option<Fault>, error: &lapin::Error) {
+    const FRAME_ERROR: u16 = 501;
+    const SYNTAX_ERROR: u16 = 502;
+    let by_content =
+        error.is_amqp_soft_error() || matches!(amqp_code(error), Some(FRAME_ERROR | SYNTAX_ERROR));
+    if by_content {
+        *fault = Some(Fault::Channel(error.to_string()));
+    } else {
+        fault.get_or_insert_with(|| Fault::Connection(error.to_string()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use lapin::{
+        ChannelState, ErrorKind,
+        protocol::{AMQPError, AMQPErrorKind, AMQPHardError, AMQPSoftError},
+    };
+
+    use super::*;
+
+    fn said(kind: impl Into<AMQPErrorKind>) -> lapin::Error {
+        ErrorKind::ProtocolError(AMQPError::new(kind.into(), "said".into())).into()
+    }
+
+    #[test]
+    fn a_message_is_blamed_for_its_content_whichever_error_is_seen_first() {
+        let gone: lapin::Error =
+            ErrorKind::InvalidChannelState(ChannelState::Error, "basic.publish").into();
+        let by_content = [
+            said(AMQPSoftError::PRECONDITIONFAILED),
+            said(AMQPHardError::FRAMEERROR),
+        ];
+        for content in &by_content {
+            for order in [[content, &gone], [&gone, content]] {
+                let mut fault = None;
+                for error in order {
+                    blame(&mut fault, error);
+                }
+                assert!(matches!(fault, Some(Fault::Channel(_))), "{fault:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn an_outage_is_nobodys_fault() {
+        let mut fault = None;
+        blame(&mut fault, &said(AMQPHardError::CONNECTIONFORCED));
+        assert!(matches!(fault, Some(Fault::Connection(_))), "{fault:?}");
     }
 }

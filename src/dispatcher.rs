@@ -95,6 +95,9 @@ impl Dispatcher {
     pub async fn run(self, cancelled: CancellationToken) {
         let mut backoff = Backoff::default();
         let mut connected_before = false;
+        // Turns to take one row at a time, to find the one the broker chokes on.
+        // Outlives the connection, which may be what it costs.
+        let mut careful = 0_usize;
         while !cancelled.is_cancelled() {
             match self.broker.publisher(&self.review_queue.to_string()).await {
                 Ok(mut publisher) => {
@@ -106,7 +109,9 @@ impl Dispatcher {
                     }
                     connected_before = true;
                     self.part.up("connected");
-                    let fault = self.serve(&mut publisher, &cancelled, &mut backoff).await;
+                    let fault = self
+                        .serve(&mut publisher, &cancelled, &mut backoff, &mut careful)
+                        .await;
                     match &fault {
                         None => self.part.down("stopped"),
                         Some(why) => {
@@ -131,10 +136,14 @@ impl Dispatcher {
         publisher: &mut Publisher,
         cancelled: &CancellationToken,
         backoff: &mut Backoff,
+        careful: &mut usize,
     ) -> Option<String> {
+<<<<<<< HEAD
         // Turns to take one row at a time, to find the one the broker chokes on.
         let mut careful = 0_usize;
         let mut fairness = Fairness::default();
+=======
+>>>>>>> 16f0cc903d8eebe036056d5c5f0eeb347a2ebc4b
         while !cancelled.is_cancelled() {
             if let Err(why) = publisher.usable() {
                 if !publisher.blocked() {
@@ -146,16 +155,22 @@ impl Dispatcher {
                 continue;
             }
             self.part.up("connected");
+<<<<<<< HEAD
             let rows = if careful > 0 { 1 } else { self.batch };
             careful = careful.saturating_sub(1);
             match self.run_once(publisher, rows, &mut fairness).await {
+=======
+            let rows = if *careful > 0 { 1 } else { self.batch };
+            *careful = careful.saturating_sub(1);
+            match self.run_once(publisher, rows).await {
+>>>>>>> 16f0cc903d8eebe036056d5c5f0eeb347a2ebc4b
                 Ok(Turn::Full) => backoff.reset(),
                 Ok(turn) => {
                     backoff.reset();
                     self.rest(&turn, cancelled).await;
                 }
                 Err(TurnError::Broker(Fault::Channel(why))) => {
-                    careful = self.batch;
+                    *careful = self.batch;
                     warn!(error = why, "one message closed the channel; finding which");
                     if let Err(e) = publisher.reopen().await {
                         return Some(e.to_string());

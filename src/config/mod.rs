@@ -254,6 +254,182 @@ impl Settings {
     }
 }
 
+<<<<<<< HEAD:src/config/mod.rs
+=======
+/// `config` gives the layers; this gives each value a name in its error.
+struct Values(Config);
+
+impl Values {
+    fn parsed<T: DeserializeOwned>(&self, name: &'static str) -> Result<T, ConfigError> {
+        self.0.get(&key(name)).map_err(|e| {
+            let shown = self.raw(name);
+            let why = match e {
+                config::ConfigError::Type { expected, .. } => format!("expected {expected}"),
+                other => other.to_string(),
+            };
+            ConfigError::new(name, format!("{shown:?} is not usable: {why}"))
+        })
+    }
+
+    fn raw(&self, name: &str) -> String {
+        match self.0.get::<Value>(&key(name)).map(|v| v.kind) {
+            Ok(ValueKind::Array(items)) => items
+                .into_iter()
+                .map(|v| v.into_string().unwrap_or_default())
+                .collect::<Vec<_>>()
+                .join(","),
+            _ => self.0.get_string(&key(name)).unwrap_or_default(),
+        }
+    }
+
+    fn text(&self, name: &'static str) -> Result<String, ConfigError> {
+        let text: String = self.parsed(name)?;
+        if text.is_empty() {
+            return Err(ConfigError::new(name, "must not be empty"));
+        }
+        Ok(text)
+    }
+
+    fn queue(&self, name: &'static str) -> Result<String, ConfigError> {
+        let queue = self.text(name)?;
+        if queue.len() > 255 {
+            return Err(ConfigError::new(name, "a queue name has at most 255 bytes"));
+        }
+        Ok(queue)
+    }
+
+    fn within<T>(
+        &self,
+        name: &'static str,
+        range: std::ops::RangeInclusive<T>,
+    ) -> Result<T, ConfigError>
+    where
+        T: DeserializeOwned + PartialOrd + fmt::Display,
+    {
+        let value: T = self.parsed(name)?;
+        if !range.contains(&value) {
+            let (low, high) = (range.start(), range.end());
+            return Err(ConfigError::new(
+                name,
+                format!("{value} is not between {low} and {high}"),
+            ));
+        }
+        Ok(value)
+    }
+
+    fn millis(&self, name: &'static str, least: u64) -> Result<Duration, ConfigError> {
+        // A century: beyond any sense, and safely inside Postgres's timestamps.
+        const MOST: u64 = 100 * 366 * 86_400_000;
+        self.within(name, least..=MOST).map(Duration::from_millis)
+    }
+
+    fn globs(&self, name: &'static str) -> Result<Option<GlobSet>, ConfigError> {
+        let raw = self.raw(name);
+        let patterns: Vec<&str> = raw
+            .split(',')
+            .map(str::trim)
+            .filter(|p| !p.is_empty())
+            .collect();
+        if patterns.is_empty() {
+            return Ok(None);
+        }
+        let mut set = GlobSetBuilder::new();
+        for pattern in patterns {
+            set.add(Glob::new(pattern).map_err(|e| ConfigError::new(name, e))?);
+        }
+        set.build().map(Some).map_err(|e| ConfigError::new(name, e))
+    }
+
+    fn amqp_url(&self, name: &'static str) -> Result<SecretString, ConfigError> {
+        let url = self.text(name)?;
+        url.parse::<AMQPUri>()
+            .map_err(|e| ConfigError::new(name, format!("not an AMQP URL: {e}")))?;
+        Ok(url.into())
+    }
+
+    fn database_url(&self, name: &'static str) -> Result<SecretString, ConfigError> {
+        let url = self.text(name)?;
+        let scheme = Url::parse(&url)
+            .map_err(|e| ConfigError::new(name, format!("not a URL: {e}")))?
+            .scheme()
+            .to_owned();
+        if !matches!(scheme.as_str(), "postgres" | "postgresql") {
+            return Err(one_of(name, &scheme, "postgresql://, postgres://"));
+        }
+        url.parse::<sqlx::postgres::PgConnectOptions>()
+            .map_err(|e| ConfigError::new(name, format!("not a Postgres URL: {e}")))?;
+        Ok(url.into())
+    }
+
+    fn log_filter(&self, name: &'static str) -> Result<String, ConfigError> {
+        let filter = self.text(name)?;
+        tracing_subscriber::EnvFilter::try_new(&filter)
+            .map_err(|e| ConfigError::new(name, format!("not a log filter: {e}")))?;
+        Ok(filter)
+    }
+
+    fn effective(&self) -> Vec<(&'static str, String)> {
+        SETTINGS
+            .iter()
+            .map(|s| (s.name, redact(&self.raw(s.name))))
+            .collect()
+    }
+}
+
+fn key(name: &str) -> String {
+    name.to_ascii_lowercase()
+}
+
+fn one_of(name: &str, got: &str, choices: &str) -> ConfigError {
+    ConfigError::new(name, format!("{got:?} is not one of {choices}"))
+}
+
+fn read_file(path: &Path) -> Result<File<config::FileSourceString, FileFormat>, ConfigError> {
+    let shown = path.display().to_string();
+    let text = std::fs::read_to_string(path).map_err(|e| ConfigError::new(&shown, e))?;
+    let source = File::from_str(&text, FileFormat::Toml);
+    let keys = Config::builder()
+        .add_source(source.clone())
+        .build()
+        .and_then(Config::try_deserialize::<serde_json::Map<String, serde_json::Value>>)
+        .map_err(|e| ConfigError::new(&shown, e))?;
+    for found in keys.keys() {
+        if !SETTINGS.iter().any(|s| key(s.name) == *found) {
+            return Err(ConfigError::new(shown, format!("unknown key {found:?}")));
+        }
+    }
+    Ok(source)
+}
+
+/// Hides the passwords of a URL, also one given as a parameter; other values
+/// pass as they are.
+fn redact(value: &str) -> String {
+    const HIDDEN: &str = "***";
+    let is_secret = |name: &str| name.to_ascii_lowercase().contains("password");
+    let Ok(mut url) = Url::parse(value) else {
+        return value.to_owned();
+    };
+    let in_query = url.query_pairs().any(|(name, _)| is_secret(&name));
+    if url.password().is_none() && !in_query {
+        return value.to_owned();
+    }
+    if url.password().is_some() {
+        // Cannot fail: a URL that has a password has a host.
+        let _ = url.set_password(Some(HIDDEN));
+    }
+    if in_query {
+        let pairs: Vec<(String, String)> = url.query_pairs().into_owned().collect();
+        let mut query = url.query_pairs_mut();
+        query.clear();
+        for (name, value) in &pairs {
+            let shown = if is_secret(name) { HIDDEN } else { value };
+            query.append_pair(name, shown);
+        }
+    }
+    url.to_string()
+}
+
+>>>>>>> 16f0cc903d8eebe036056d5c5f0eeb347a2ebc4b:src/config.rs
 /// Shows a URL without its password, for logs and errors.
 pub fn without_password(url: &SecretString) -> String {
     redact(url.expose_secret())

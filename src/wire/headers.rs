@@ -86,6 +86,43 @@ pub fn from_amqp(amqp: &BasicProperties) -> Properties {
     }
 }
 
+/// The bytes that the headers take in an AMQP frame.
+pub fn size(properties: &Properties) -> usize {
+    table_size(&properties.headers)
+}
+
+fn table_size(fields: &Fields) -> usize {
+    fields
+        .iter()
+        .map(|(name, value)| 1 + name.len() + value_size(value))
+        .sum()
+}
+
+// A number wider than its type becomes the widest, so that is what it counts as.
+fn value_size(value: &HeaderValue) -> usize {
+    1 + match &value.kind {
+        None | Some(Kind::Void(_)) => 0,
+        Some(Kind::Boolean(_)) => 1,
+        Some(Kind::Text(s)) => 4 + s.len(),
+        Some(Kind::RawText(b) | Kind::Bytes(b)) => 4 + b.len(),
+        Some(Kind::List(list)) => 4 + list.values.iter().map(value_size).sum::<usize>(),
+        Some(Kind::Table(table)) => 4 + table_size(&table.values),
+        Some(
+            Kind::Int8(_)
+            | Kind::Uint8(_)
+            | Kind::Int16(_)
+            | Kind::Uint16(_)
+            | Kind::Int32(_)
+            | Kind::Uint32(_)
+            | Kind::Int64(_)
+            | Kind::Float32(_)
+            | Kind::Float64(_)
+            | Kind::Decimal(_)
+            | Kind::Timestamp(_),
+        ) => 8,
+    }
+}
+
 type Fields = std::collections::BTreeMap<String, HeaderValue>;
 
 fn table_to_amqp(

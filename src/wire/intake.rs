@@ -145,16 +145,17 @@ fn validate(message: RetryMessage, rules: &Rules, fresh: Uuid) -> Result<NewTask
             rules.max_payload_bytes
         ));
     }
-    let properties = message
-        .properties
-        .map(|p| p.encode_to_vec())
-        .unwrap_or_default();
-    if properties.len() > MAX_PROPERTIES_BYTES {
+    let properties = message.properties.unwrap_or_default();
+    // Measured both ways: protobuf writes a small number in few bytes, AMQP in
+    // all of them.
+    let encoded = properties.encode_to_vec();
+    let size = encoded.len().max(headers::size(&properties));
+    if size > MAX_PROPERTIES_BYTES {
         return Err(format!(
-            "properties have {} bytes, more than {MAX_PROPERTIES_BYTES}",
-            properties.len()
+            "properties have {size} bytes, more than {MAX_PROPERTIES_BYTES}"
         ));
     }
+    let properties = encoded;
     let policy = rules.book.choose(&message.category, &queue);
     let error = storable(cut(&message.error_reason, MAX_ERROR_BYTES).to_owned());
     let stated = match WireClass::try_from(message.error_class) {

@@ -4,13 +4,21 @@
 mod bed;
 mod client;
 mod metrics;
+<<<<<<< HEAD
 mod proxy;
+=======
+mod process;
+>>>>>>> 16f0cc903d8eebe036056d5c5f0eeb347a2ebc4b
 mod services;
 
 pub use bed::{Bed, Running};
-pub use client::{Client, Received};
+pub use client::{Client, Inbox, Received};
 pub use metrics::Scrape;
+<<<<<<< HEAD
 pub use proxy::{Fault, Proxy};
+=======
+pub use process::Process;
+>>>>>>> 16f0cc903d8eebe036056d5c5f0eeb347a2ebc4b
 pub use services::{Breakable, breakable, shared};
 
 use std::time::{Duration, Instant};
@@ -32,6 +40,11 @@ where
         assert!(start.elapsed() < PATIENCE, "never came true: {what}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
+}
+
+/// Does to a service what takes a while and blocks.
+pub fn disturb<T>(act: impl FnOnce() -> anyhow::Result<T>) -> T {
+    tokio::task::block_in_place(act).expect("the service is disturbed")
 }
 
 /// A RetryMessage for `queue` with a new id.

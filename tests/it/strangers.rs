@@ -1,0 +1,148 @@
+//! "Letting strangers in": what a producer says reaches only what it may.
+
+use std::collections::HashMap;
+
+use lapin::BasicProperties;
+use retry_scheduler::wire::proto::RetryMessage;
+
+use crate::support::{Bed, Process, eventually, message};
+
+const FAILED: &str = "SELECT count(*) FROM retry_queue WHERE status = 'failed'";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn only_queues_a_message_may_go_to_are_published_to() {
+    let mut bed = Bed::new().await;
+    let allowed = bed.declare("orders.eu").await;
+    let other = bed.declare("payroll").await;
+    bed.set("ALLOWED_QUEUES", &bed.queue("orders.*"));
+    let refused = [
+        (bed.intake(), "the scheduler's own queues"),
+        (bed.review(), "the scheduler's own queues"),
+        ("amq.gen-stranger".to_owned(), "belong to the broker"),
+        ("amq.rabbitmq.reply-to".to_owned(), "belong to the broker"),
+        (other.clone(), "not among ALLOWED_QUEUES"),
+    ];
+    let service = bed.start().await;
+    let mut inbox = bed.client.consume(&allowed).await;
+    for (queue, _) in &refused {
+        let spent = message(queue, format!("to {queue}"));
+        bed.client.send(&bed.intake(), &spent).await;
+    }
+    let welcome = message(&allowed, "welcome");
+    bed.client.send(&bed.intake(), &welcome).await;
+    assert_eq!(inbox.next().await.id(), welcome.message_id);
+
+    let mut review = bed.client.consume(&bed.review()).await;
+    let reviewed: Vec<_> = review
+        .take(refused.len())
+        .await
+        .iter()
+        .map(|r| r.review())
+        .collect();
+    for (queue, why) in &refused {
+        let found = reviewed
+            .iter()
+            .find(|r| r.reason == "invalid" && r.error.contains(&format!("{queue:?}")))
+            .unwrap_or_else(|| panic!("{queue} is not in review: {reviewed:?}"));
+        assert!(found.error.contains(why), "{}", found.error);
+    }
+    bed.until_count(FAILED, refused.len() as i64).await;
+    assert_eq!(bed.client.depth(&other).await, Some(0));
+    assert_eq!(bed.client.depth(&bed.intake()).await, Some(0));
+    service.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn queues_beyond_the_cap_share_one_metric_label() {
+    let mut bed = Bed::new().await;
+    bed.set("METRICS_MAX_QUEUES", "3");
+    let service = bed.start().await;
+    let messages: Vec<RetryMessage> = (0..40)
+        .map(|n| RetryMessage {
+            retry_count: if n % 2 == 0 { 3 } else { 0 },
+            // Far enough away that nothing happens to it here.
+            next_retry_at_ms: 4_000_000_000_000,
+            ..message(&bed.queue(&format!("stranger-{n}")), "x")
+        })
+        .collect();
+    bed.client.send_all(&bed.intake(), &messages).await;
+    bed.until_count("SELECT count(*) FROM retry_queue", 40)
+        .await;
+    bed.until_count(FAILED, 20).await;
+    let text = eventually("all are counted", || async {
+        let metrics = service.scrape().await;
+        let scheduled = metrics.sum("retries_scheduled_total");
+        let exhausted = metrics.sum("retries_exhausted_total");
+        if scheduled == 20.0 && exhausted == 20.0 {
+            Some(service.get("/metrics").await.1)
+        } else {
+            None
+        }
+    })
+    .await;
+    let mut labels: HashMap<&str, usize> = HashMap::new();
+    for line in text.lines().filter(|l| !l.starts_with('#')) {
+        if let Some((_, rest)) = line.split_once("queue=\"") {
+            *labels.entry(rest.split('"').next().unwrap()).or_default() += 1;
+        }
+    }
+    assert!(labels.contains_key("other"), "{labels:?}");
+    assert_eq!(labels.len(), 4, "{labels:?}");
+    service.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn payloads_and_secrets_are_never_logged_and_control_characters_are_escaped() {
+    const MARKER: &str = "marker-nobody-may-see";
+    let mut bed = Bed::new().await;
+    bed.set("LOG_LEVEL", "debug")
+        .set("LOG_FORMAT", "pretty")
+        .set("BASE_DELAY_MS", "50");
+    let queue = bed.declare("present").await;
+    let missing = bed.queue("missing");
+    let service = Process::spawn(bed.command());
+    let marked = |queue: &str| RetryMessage {
+        max_retries: 1,
+        error_reason: "one\r\ntwo\u{1b}[31m three\0".into(),
+        ..message(queue, MARKER)
+    };
+    let intake = bed.intake();
+    bed.client.declare(&intake).await;
+    let (there, gone) = (marked(&queue), marked(&missing));
+    let terminal = RetryMessage {
+        error_reason: "[terminal] one\r\ntwo\u{1b}[31m three\0".into(),
+        ..marked(&queue)
+    };
+    bed.client
+        .send_all(&intake, &[there.clone(), gone, terminal])
+        .await;
+    // Neither what cannot be parsed nor what is not base64 is quoted.
+    for body in [
+        format!("{{\"original_queue\":\"q\",\"original_payload\":\"{MARKER}!\"}}"),
+        format!("{{\"original_queue\":\"q\",\"original_payload\":[\"{MARKER}\"]}}"),
+        format!("{{\"original_queue\":\"q\",\"retry_count\":\"{MARKER}\"}}"),
+        format!("{MARKER} is no message"),
+    ] {
+        let plain = BasicProperties::default();
+        bed.client.publish(&intake, body.as_bytes(), plain).await;
+    }
+    let mut inbox = bed.client.consume(&queue).await;
+    assert_eq!(inbox.next().await.body, MARKER.as_bytes());
+    // The terminal one, the missing queue's and the four that were no messages.
+    bed.until_count(FAILED, 6).await;
+    service.signal("TERM").await;
+    let (status, log) = service.ended().await;
+    assert_eq!(status.code(), Some(0));
+
+    assert!(log.contains(&there.message_id), "something was logged");
+    let lines = log.lines().filter(|l| l.contains(MARKER));
+    assert_eq!(lines.collect::<Vec<_>>(), Vec::<&str>::new());
+    let as_numbers = format!("{:?}", MARKER.as_bytes());
+    assert!(!log.contains(as_numbers.trim_matches(['[', ']'])));
+    // The test services' passwords: the database's is in its URL.
+    for url in [bed.setting("DATABASE_URL"), bed.setting("RABBITMQ_URL")] {
+        assert!(!log.contains(url), "the log shows {url}");
+    }
+    assert!(log.contains("one\\r\\ntwo\\u{1b}[31m three"), "{log}");
+    assert!(!log.contains("\u{1b}[31m three"));
+}

@@ -1,0 +1,118 @@
+//! The compiled binary, as an operator's machine runs it.
+
+use std::{
+    net::SocketAddr,
+    process::{ExitStatus, Stdio},
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use tokio::{
+    io::{AsyncBufReadExt, BufReader},
+    process::{Child, Command},
+    task::JoinHandle,
+};
+
+use super::{PATIENCE, eventually};
+
+/// A running binary whose log is read as it is written.
+pub struct Process {
+    child: Child,
+    log: Arc<Mutex<String>>,
+    reader: JoinHandle<()>,
+}
+
+impl Process {
+    /// Starts it.
+    pub fn spawn(mut command: Command) -> Self {
+        let mut child = command
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the binary starts");
+        let log = Arc::new(Mutex::new(String::new()));
+        let mut lines = BufReader::new(child.stderr.take().expect("its stderr")).lines();
+        let reader = tokio::spawn({
+            let log = log.clone();
+            async move {
+                while let Ok(Some(line)) = lines.next_line().await {
+                    let mut log = log.lock().unwrap_or_else(PoisonError::into_inner);
+                    log.push_str(&line);
+                    log.push('\n');
+                }
+            }
+        });
+        Self { child, log, reader }
+    }
+
+    /// Everything it has logged so far.
+    pub fn log(&self) -> String {
+        let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
+        log.clone()
+    }
+
+    /// Waits until a line of its log contains `text`.
+    pub async fn until_logged(&self, text: &str) -> String {
+        eventually(&format!("it logs {text:?}"), || async {
+            let log = self.log();
+            log.lines().find(|l| l.contains(text)).map(str::to_owned)
+        })
+        .await
+    }
+
+    /// Where its HTTP is.
+    pub async fn address(&self) -> SocketAddr {
+        let line = self.until_logged("\"listening\"").await;
+        let line: serde_json::Value = serde_json::from_str(&line).expect("a JSON line");
+        let address = line["address"].as_str().expect("an address");
+        address.parse().expect("an address")
+    }
+
+    /// `GET path`: status and body.
+    pub async fn get(&self, path: &str) -> (u16, String) {
+        super::client::http_get(self.address().await, path).await
+    }
+
+    /// Waits for green.
+    pub async fn until_ready(&self) {
+        eventually("the process is ready", || async {
+            (self.get("/ready").await.0 == 200).then_some(())
+        })
+        .await;
+    }
+
+    /// Waits for red with `part` named.
+    pub async fn until_down(&self, part: &str) {
+        eventually(&format!("{part} is down"), || async {
+            let (_, body) = self.get("/ready").await;
+            let body: serde_json::Value = serde_json::from_str(&body).expect("JSON");
+            let down = body["down"].as_array().expect("a list");
+            down.iter()
+                .any(|d| d.as_str().is_some_and(|d| d.starts_with(part)))
+                .then_some(())
+        })
+        .await;
+    }
+
+    /// Sends a signal, named as `kill` names it.
+    pub async fn signal(&self, name: &str) {
+        let pid = self.child.id().expect("it still runs");
+        let sent = Command::new("sh")
+            .arg("-c")
+            .arg(format!("kill -{name} {pid}"))
+            .status()
+            .await
+            .expect("kill runs");
+        assert!(sent.success(), "the signal is sent");
+    }
+
+    /// Waits for its end: how it ended, and all it logged.
+    pub async fn ended(mut self) -> (ExitStatus, String) {
+        let status = tokio::time::timeout(PATIENCE, self.child.wait())
+            .await
+            .expect("the process ends")
+            .expect("its status");
+        self.reader.await.expect("its log is read");
+        let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
+        (status, log.clone())
+    }
+}
