@@ -138,12 +138,7 @@ impl Dispatcher {
         backoff: &mut Backoff,
         careful: &mut usize,
     ) -> Option<String> {
-<<<<<<< HEAD
-        // Turns to take one row at a time, to find the one the broker chokes on.
-        let mut careful = 0_usize;
         let mut fairness = Fairness::default();
-=======
->>>>>>> 16f0cc903d8eebe036056d5c5f0eeb347a2ebc4b
         while !cancelled.is_cancelled() {
             if let Err(why) = publisher.usable() {
                 if !publisher.blocked() {
@@ -155,15 +150,9 @@ impl Dispatcher {
                 continue;
             }
             self.part.up("connected");
-<<<<<<< HEAD
-            let rows = if careful > 0 { 1 } else { self.batch };
-            careful = careful.saturating_sub(1);
-            match self.run_once(publisher, rows, &mut fairness).await {
-=======
             let rows = if *careful > 0 { 1 } else { self.batch };
             *careful = careful.saturating_sub(1);
-            match self.run_once(publisher, rows).await {
->>>>>>> 16f0cc903d8eebe036056d5c5f0eeb347a2ebc4b
+            match self.run_once(publisher, rows, &mut fairness).await {
                 Ok(Turn::Full) => backoff.reset(),
                 Ok(turn) => {
                     backoff.reset();

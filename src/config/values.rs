@@ -167,14 +167,30 @@ pub(super) fn read_file(
     Ok(source)
 }
 
-/// Hides the password of a URL; other values pass as they are.
+/// Hides the passwords of a URL, also one given as a parameter; other values
+/// pass as they are.
 pub(super) fn redact(value: &str) -> String {
-    match Url::parse(value) {
-        Ok(mut url) if url.password().is_some() => {
-            // Cannot fail: a URL that has a password has a host.
-            let _ = url.set_password(Some("***"));
-            url.to_string()
-        }
-        _ => value.to_owned(),
+    const HIDDEN: &str = "***";
+    let is_secret = |name: &str| name.to_ascii_lowercase().contains("password");
+    let Ok(mut url) = Url::parse(value) else {
+        return value.to_owned();
+    };
+    let in_query = url.query_pairs().any(|(name, _)| is_secret(&name));
+    if url.password().is_none() && !in_query {
+        return value.to_owned();
     }
+    if url.password().is_some() {
+        // Cannot fail: a URL that has a password has a host.
+        let _ = url.set_password(Some(HIDDEN));
+    }
+    if in_query {
+        let pairs: Vec<(String, String)> = url.query_pairs().into_owned().collect();
+        let mut query = url.query_pairs_mut();
+        query.clear();
+        for (name, value) in &pairs {
+            let shown = if is_secret(name) { HIDDEN } else { value };
+            query.append_pair(name, shown);
+        }
+    }
+    url.to_string()
 }

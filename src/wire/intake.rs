@@ -145,17 +145,16 @@ fn validate(message: RetryMessage, rules: &Rules, fresh: Uuid) -> Result<NewTask
             rules.max_payload_bytes
         ));
     }
-    let properties = message.properties.unwrap_or_default();
+    let given = message.properties.unwrap_or_default();
     // Measured both ways: protobuf writes a small number in few bytes, AMQP in
     // all of them.
-    let encoded = properties.encode_to_vec();
-    let size = encoded.len().max(headers::size(&properties));
+    let properties = given.encode_to_vec();
+    let size = properties.len().max(headers::size(&given));
     if size > MAX_PROPERTIES_BYTES {
         return Err(format!(
             "properties have {size} bytes, more than {MAX_PROPERTIES_BYTES}"
         ));
     }
-    let properties = encoded;
     let policy = rules.book.choose(&message.category, &queue);
     let error = storable(cut(&message.error_reason, MAX_ERROR_BYTES).to_owned());
     let stated = match WireClass::try_from(message.error_class) {

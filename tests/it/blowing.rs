@@ -356,7 +356,7 @@ async fn harms_only_itself(properties: &[u8]) {
     poison(&bed, &queue, properties).await;
     let mut ids = HashSet::new();
     for n in 0..20 {
-        let id = bed.insert_due(&queue, format!("{n}").as_bytes()).await;
+        let id = bed.insert_one(&queue, format!("{n}").as_bytes()).await;
         ids.insert(id.to_string());
     }
     let service = bed.start_unready().await;
@@ -407,10 +407,10 @@ async fn a_message_the_broker_closes_the_channel_over_spends_only_its_own_attemp
     };
     let usual = 128 << 20;
     limit(50_000);
-    let large = bed.insert_due(&queue, &vec![b'x'; 60_000]).await;
+    let large = bed.insert_one(&queue, &vec![b'x'; 60_000]).await;
     let mut ids = HashSet::new();
     for n in 0..20 {
-        let id = bed.insert_due(&queue, format!("{n}").as_bytes()).await;
+        let id = bed.insert_one(&queue, format!("{n}").as_bytes()).await;
         ids.insert(id.to_string());
     }
     let service = bed.start_unready().await;

@@ -4,16 +4,16 @@
 //! has a database and queue names of its own. Tests that break a service use
 //! [`support::Breakable`], a second pair that one test has at a time.
 
-mod classes;
-mod dead_letters;
-mod histories;
-mod containers;
-mod documents;
 mod again;
+mod blowing;
+mod classes;
+mod commands;
+mod containers;
+mod dead_letters;
+mod documents;
+mod histories;
 mod instances;
 mod losing;
-mod blowing;
-mod commands;
 mod pipeline;
 mod standing;
 mod stopping;

@@ -127,7 +127,7 @@ async fn a_memory_alarm_spends_no_attempt_and_all_arrives_when_it_clears() {
     disturb(|| stack.rabbitmq.raise_memory_alarm());
     let mut ids = Vec::new();
     for n in 0..20 {
-        let id = bed.insert_due(&queue, format!("{n}").as_bytes()).await;
+        let id = bed.insert_one(&queue, format!("{n}").as_bytes()).await;
         ids.push(id.to_string());
     }
     service.until_down("publisher").await;
@@ -172,7 +172,7 @@ async fn a_blocked_broker_does_not_keep_the_service_from_stopping() {
     service.until_ready().await;
 
     disturb(|| stack.rabbitmq.raise_memory_alarm());
-    bed.insert_due(&queue, b"stays").await;
+    bed.insert_one(&queue, b"stays").await;
     // The row is claimed: a batch is in hand that the broker will not confirm.
     bed.until_count(
         "SELECT count(*) FROM (SELECT FROM retry_queue FOR UPDATE SKIP LOCKED) AS free",
@@ -201,7 +201,7 @@ async fn a_frozen_broker_is_noticed_by_its_missing_heartbeats() {
     disturb(|| stack.rabbitmq.pause());
     service.until_down("consumer").await;
     service.until_down("publisher").await;
-    let id = bed.insert_due(&queue, b"waits").await;
+    let id = bed.insert_one(&queue, b"waits").await;
     disturb(|| stack.rabbitmq.resume());
 
     service.until_ready().await;

@@ -153,7 +153,6 @@ impl Bed {
         store.migrate().await.expect("migrations apply");
     }
 
-<<<<<<< HEAD
     /// Puts a proxy between Postgres and services started from now on. The
     /// test's own connections keep to the direct way.
     pub async fn proxy_postgres(&mut self) -> Proxy {
@@ -184,9 +183,10 @@ impl Bed {
             .execute(&self.db)
             .await
             .expect("rows fall due");
-=======
+    }
+
     /// A row that is due now, without the way through the broker. Its id.
-    pub async fn insert_due(&self, queue: &str, payload: &[u8]) -> Uuid {
+    pub async fn insert_one(&self, queue: &str, payload: &[u8]) -> Uuid {
         let id = Uuid::now_v7();
         sqlx::query(
             "INSERT INTO retry_queue (message_id, original_payload, original_queue)
@@ -199,7 +199,6 @@ impl Bed {
         .await
         .expect("a row");
         id
->>>>>>> 16f0cc903d8eebe036056d5c5f0eeb347a2ebc4b
     }
 
     /// One number from the database.

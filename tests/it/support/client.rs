@@ -7,7 +7,7 @@ use lapin::{
     BasicProperties, Channel, Connection, ConnectionProperties, Consumer,
     options::{
         BasicAckOptions, BasicConsumeOptions, BasicPublishOptions, ConfirmSelectOptions,
-        QueueDeclareOptions, QueueDeleteOptions, QueuePurgeOptions,
+        QueueDeclareOptions, QueueDeleteOptions,
     },
     types::FieldTable,
 };
@@ -104,14 +104,6 @@ impl Client {
             .queue_delete(queue.into(), QueueDeleteOptions::default())
             .await
             .expect("the queue is deleted");
-    }
-
-    /// Empties a queue.
-    pub async fn purge(&self, queue: &str) {
-        self.channel
-            .queue_purge(queue.into(), QueuePurgeOptions::default())
-            .await
-            .expect("the queue is purged");
     }
 
     /// Messages ready in a queue, or `None` if there is no such queue.

@@ -4,21 +4,15 @@
 mod bed;
 mod client;
 mod metrics;
-<<<<<<< HEAD
-mod proxy;
-=======
 mod process;
->>>>>>> 16f0cc903d8eebe036056d5c5f0eeb347a2ebc4b
+mod proxy;
 mod services;
 
 pub use bed::{Bed, Running};
 pub use client::{Client, Inbox, Received};
 pub use metrics::Scrape;
-<<<<<<< HEAD
-pub use proxy::{Fault, Proxy};
-=======
 pub use process::Process;
->>>>>>> 16f0cc903d8eebe036056d5c5f0eeb347a2ebc4b
+pub use proxy::{Fault, Proxy};
 pub use services::{Breakable, breakable, shared};
 
 use std::time::{Duration, Instant};
