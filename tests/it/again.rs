@@ -107,7 +107,7 @@ async fn said_again_while_it_waits_it_stays_one_row_whose_count_only_rises() {
 
     // Its budget is three: now there is nothing left to wait for.
     bed.client.send(&bed.intake(), &with_count(3)).await;
-    told.extend([("duplicate", 3), ("exhausted", 3)]);
+    told.extend([("duplicate", 3), ("retry_exhausted", 3)]);
     let review = next_review(&bed).await.review();
     assert_eq!(review.reason, "exhausted");
     assert_eq!(review.message_id, id);
@@ -144,7 +144,7 @@ async fn one_id_on_two_messages_keeps_the_first_and_gives_the_other_to_review() 
         until_history(
             &bed,
             &review.message_id,
-            &[("scheduled", 0), ("exhausted", 0)],
+            &[("scheduled", 0), ("retry_exhausted", 0)],
         )
         .await;
     }
@@ -207,7 +207,7 @@ async fn spent_on_arrival_it_goes_to_review_at_once_and_after_that_end_it_is_lat
     assert_eq!(review.reason, "exhausted");
     assert_eq!(review.message_id, id);
     assert_eq!((review.retry_count, review.max_retries), (3, 3));
-    let told = [("scheduled", 3), ("exhausted", 3)];
+    let told = [("scheduled", 3), ("retry_exhausted", 3)];
     until_history(&bed, id, &told).await;
 
     let again = RetryMessage {
@@ -248,7 +248,7 @@ async fn is_late(bed: &Bed, id: &str, payload: &str) {
     assert_eq!(review.original_payload, payload.as_bytes());
     assert_ne!(review.message_id, id);
     assert_eq!(review.producer_id, id, "people must find the other one");
-    let told = [("scheduled", 0), ("exhausted", 0)];
+    let told = [("scheduled", 0), ("retry_exhausted", 0)];
     until_history(bed, &review.message_id, &told).await;
     let late = row("failed", 0, Some("late"), payload);
     assert_eq!(row_of(bed, &review.message_id).await, late);
