@@ -6,7 +6,6 @@ use std::{
     time::Duration,
 };
 
-use chrono::{DateTime, Utc};
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
@@ -19,7 +18,7 @@ use crate::{
     store::{
         Store, StoreError,
         idempotency::Key,
-        intake::{IntakeTx, Planned},
+        intake::{IntakeTx, Mark, Planned},
     },
     task::{Arrival, NewTask, Next, Reason},
     wake::Wake,
@@ -48,9 +47,24 @@ pub struct Recorder {
 enum Effect<'t> {
     Planned(Planned<'t>),
     /// To review under another id, because its own is taken.
-    Beside(&'t NewTask, Reason),
+    Beside {
+        task: &'t NewTask,
+        stored_as: Uuid,
+        reason: Reason,
+    },
     Duplicate(&'t NewTask),
     Hit(&'t NewTask),
+}
+
+impl Effect<'_> {
+    /// The id of the row that bears the moment of the transaction, if one does.
+    fn stored_as(&self) -> Option<Uuid> {
+        match self {
+            Self::Planned(planned) => Some(planned.task.message_id),
+            Self::Beside { stored_as, .. } => Some(*stored_as),
+            Self::Duplicate(_) | Self::Hit(_) => None,
+        }
+    }
 }
 
 /// A batch by what its idempotency keys say.
@@ -124,11 +138,11 @@ impl Recorder {
             tx.record_hits(&keys).await?;
             effects.extend(tasks.into_iter().map(Effect::Hit));
         }
-        let at = tx.at;
+        let mark = tx.mark.clone();
         if let Err(e) = tx.commit().await {
             warn!(error = %e, "COMMIT was not answered; looking whether it took place");
-            let ids: Vec<Uuid> = tasks.iter().map(|t| t.message_id).collect();
-            if !self.took_place(&ids, at).await {
+            let ids: Vec<Uuid> = effects.iter().filter_map(Effect::stored_as).collect();
+            if !self.took_place(&ids, &mark).await {
                 return Err(e);
             }
         }
@@ -136,16 +150,16 @@ impl Recorder {
         Ok(())
     }
 
-    async fn took_place(&self, ids: &[Uuid], at: DateTime<Utc>) -> bool {
+    async fn took_place(&self, ids: &[Uuid], mark: &Mark) -> bool {
         let deadline = Instant::now() + LOST_COMMIT_PATIENCE;
         let mut backoff = Backoff::default();
         let never = CancellationToken::new();
         loop {
-            match timeout_at(deadline, self.store.was_stored(ids, at)).await {
-                Ok(Ok(stored)) => return stored,
-                Ok(Err(_)) if Instant::now() < deadline => backoff.wait(&never).await,
+            match timeout_at(deadline, self.store.was_stored(ids, mark)).await {
+                Ok(Ok(Some(stored))) => return stored,
+                Ok(Ok(None) | Err(_)) if Instant::now() < deadline => backoff.wait(&never).await,
                 // Delivered again, they are recognised by their ids.
-                Ok(Err(_)) | Err(_) => return false,
+                Ok(_) | Err(_) => return false,
             }
         }
     }
@@ -236,7 +250,11 @@ impl Recorder {
                     let copy = task.clone().beside(Uuid::now_v7(), reason);
                     stored_as = copy.message_id;
                     copies.push(copy);
-                    effects.push(Effect::Beside(task, reason));
+                    effects.push(Effect::Beside {
+                        task,
+                        stored_as,
+                        reason,
+                    });
                 }
             }
             applied.extend(key_of(task).map(|key| (key, stored_as)));
@@ -290,7 +308,7 @@ impl Recorder {
                         }
                     }
                 }
-                Effect::Beside(task, reason) => {
+                Effect::Beside { task, reason, .. } => {
                     self.metrics.sent_to_review(*reason);
                     due_in(Duration::ZERO);
                     audit::bound_for_review(task, task.retry_count, *reason);

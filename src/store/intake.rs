@@ -23,8 +23,16 @@ pub struct Planned<'t> {
 /// A transaction that stores one batch of failures.
 pub struct IntakeTx {
     pub(super) tx: Tx,
-    /// The moment stamped on everything stored here.
-    pub at: DateTime<Utc>,
+    /// Tells it from all others, should its COMMIT go unanswered.
+    pub mark: Mark,
+}
+
+/// What is known of a transaction before it commits: the moment stamped on every
+/// failure it stores, and Postgres's own name for it.
+#[derive(Clone, Debug, FromRow)]
+pub struct Mark {
+    at: DateTime<Utc>,
+    xid: String,
 }
 
 /// The columns of a batch, as arrays for `unnest`.
@@ -231,24 +239,31 @@ impl Store {
     /// Opens a transaction for one batch.
     pub async fn begin_intake(&self) -> Result<IntakeTx, StoreError> {
         let mut tx = self.begin().await?;
-        let at = sqlx::query_scalar("SELECT now()");
-        let at = tx.run(|c| at.fetch_one(c)).await?;
-        Ok(IntakeTx { tx, at })
+        let mark = sqlx::query_as("SELECT now() AS at, pg_current_xact_id()::text AS xid");
+        let mark = tx.run(|c| mark.fetch_one(c)).await?;
+        Ok(IntakeTx { tx, mark })
     }
 
-    /// After a COMMIT without an answer: whether it took place. True only when
-    /// a failure stamped with exactly that moment is stored.
-    pub async fn was_stored(&self, ids: &[Uuid], at: DateTime<Utc>) -> Result<bool, StoreError> {
-        self.within(
-            sqlx::query_scalar(
-                "SELECT EXISTS (SELECT FROM retry_queue
-                                WHERE message_id = ANY($1) AND last_failed_at = $2)",
+    /// After a COMMIT without an answer: whether it took place; `None` while
+    /// Postgres has not decided. True only when a failure with one of `ids` and
+    /// exactly that moment is stored: Postgres's own word on a transaction is not
+    /// enough, because after a crash another one may have got the same name.
+    pub async fn was_stored(&self, ids: &[Uuid], mark: &Mark) -> Result<Option<bool>, StoreError> {
+        let (stored, undecided): (bool, bool) = self
+            .within(
+                sqlx::query_as(
+                    "SELECT EXISTS (SELECT FROM retry_queue
+                                    WHERE message_id = ANY($1) AND last_failed_at = $2),
+                            pg_visible_in_snapshot($3::text::xid8, pg_current_snapshot()) IS FALSE
+                                AND $3::text::xid8 < pg_snapshot_xmax(pg_current_snapshot())",
+                )
+                .bind(ids)
+                .bind(mark.at)
+                .bind(&mark.xid)
+                .fetch_one(&self.pool),
             )
-            .bind(ids)
-            .bind(at)
-            .fetch_one(&self.pool),
-        )
-        .await
+            .await?;
+        Ok((stored || !undecided).then_some(stored))
     }
 }
 

@@ -224,7 +224,7 @@ impl Tx {
     {
         let deadline = self.deadline;
         match &mut self.connection {
-            Some(connection) => within(deadline, work(&mut **connection)).await,
+            Some(connection) => within(deadline, work(connection)).await,
             None => Err(StoreError::Unavailable("the transaction has ended".into())),
         }
     }
