@@ -45,7 +45,9 @@ async fn cancelled_after<F: Future>(waits: usize, work: F) -> Option<F::Output> 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_transaction_cancelled_anywhere_leaves_no_open_one_in_the_pool() {
     let mut bed = Bed::new().await;
-    bed.set("DATABASE_POOL_SIZE", "2");
+    // Postgres's own limit on idle transactions must not come to the rescue.
+    bed.set("DATABASE_POOL_SIZE", "2")
+        .set("CONFIRM_TIMEOUT_MS", "3600000");
     bed.migrate().await;
     bed.insert_due("nowhere", 50).await;
     let store = Store::open(&bed.settings(), "test").expect("a store");
@@ -308,6 +310,43 @@ async fn a_stored_batch_whose_commit_was_not_answered_is_stored_once() {
         .await;
     service.stop().await;
     assert_eq!(bed.client.depth(&bed.intake()).await, Some(0));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_conflict_whose_commit_was_not_answered_is_reviewed_once() {
+    let mut bed = Bed::new().await;
+    wait_for_the_test(&mut bed);
+    let proxy = bed.proxy_postgres().await;
+    let queue = bed.declare("target").await;
+    let service = bed.start().await;
+    let first = message(&queue, "first");
+    bed.client.send(&bed.intake(), &first).await;
+    bed.until_count("SELECT count(*) FROM retry_queue", 1).await;
+    let marker = Uuid::new_v4().to_string();
+    proxy.set_trap(marker.as_bytes(), "COMMIT", Fault::LoseAnswer);
+    let newcomer = RetryMessage {
+        original_payload: marker.clone().into(),
+        ..first.clone()
+    };
+    bed.client.send(&bed.intake(), &newcomer).await;
+    proxy.until_sprung().await;
+    let mut review = bed.client.consume(&bed.review()).await;
+    assert_eq!(
+        review.next().await.review().original_payload,
+        marker.as_bytes()
+    );
+    let last = RetryMessage {
+        original_payload: b"last".to_vec(),
+        ..first
+    };
+    bed.client.send(&bed.intake(), &last).await;
+    assert_eq!(review.next().await.review().original_payload, b"last");
+    bed.until_count(
+        "SELECT count(*) FROM retry_queue WHERE status = 'failed' AND reason = 'conflict'",
+        2,
+    )
+    .await;
+    service.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
