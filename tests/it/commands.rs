@@ -124,6 +124,7 @@ async fn check_config_prints_every_setting_and_no_secret() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_wrong_value_ends_it_with_one_line_that_names_it() {
+    let bed = Bed::new().await;
     for (name, value) in [
         ("HTTP_PORT", "many"),
         ("HTTP_PORT", "70000"),
@@ -142,10 +143,10 @@ async fn a_wrong_value_ends_it_with_one_line_that_names_it() {
         ("LOG_FORMAT", "purple"),
         ("REVIEW_FORMAT", "xml"),
     ] {
-        let mut bed = Bed::new().await;
-        bed.set(name, value);
         for command in ["serve", "check-config"] {
-            let output = run(&bed, &[command]).await;
+            let mut binary = bed.command();
+            let output = binary.env(name, value).arg(command).output();
+            let output = output.await.expect("it runs");
             one_line_naming(&output, &[name]);
             assert!(!text(&output.stderr).contains("secret"));
             assert!(output.stdout.is_empty());
