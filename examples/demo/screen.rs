@@ -16,15 +16,19 @@ use crate::{
 const EVENTS: usize = 8;
 
 /// Longer events are cut on the screen.
-const WIDTH: usize = 75;
+const WIDTH: usize = 74;
 
 /// How often the summary is printed where it cannot be redrawn.
 const SUMMARY: Duration = Duration::from_secs(5);
 
+/// The other screen, no cursor, no wrapping; and back.
+const ENTER: &str = "\x1b[?1049h\x1b[?25l\x1b[?7l";
+const LEAVE: &str = "\x1b[?7h\x1b[?25h\x1b[?1049l";
+
 const LEGEND: [&str; 3] = [
-    "A service that fails a message reports it; retry-scheduler keeps it in Postgres,",
-    "sends it back after a growing wait, at most 3 times, and then gives it to people",
-    "(review). What no retry can help goes to review at once.",
+    "A service that fails a message reports it. retry-scheduler keeps it in Postgres",
+    "and sends it back after a growing wait, up to 3 times; then it goes to review,",
+    "that is, to people. What no retry can help goes there at once.",
 ];
 
 /// All numbers of one moment.
@@ -37,8 +41,8 @@ pub struct View {
 /// Where the summary goes.
 pub enum Screen {
     Terminal {
-        /// Lines of the last frame, to go up by.
-        height: usize,
+        /// We are on the terminal's other screen, where a frame may be of any size.
+        entered: bool,
         colour: bool,
         events: VecDeque<String>,
     },
@@ -53,7 +57,7 @@ impl Screen {
         let now = Instant::now();
         if io::stdout().is_terminal() && std::env::var_os("TERM").is_none_or(|t| t != "dumb") {
             Self::Terminal {
-                height: 0,
+                entered: false,
                 colour: std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty()),
                 events: VecDeque::new(),
             }
@@ -69,7 +73,7 @@ impl Screen {
     pub fn draw(&mut self, view: &View, told: Vec<Told>) -> io::Result<()> {
         match self {
             Self::Terminal {
-                height,
+                entered,
                 colour,
                 events,
             } => {
@@ -85,17 +89,14 @@ impl Screen {
                 lines.extend(view.table());
                 lines.push(String::new());
                 lines.extend(events.iter().cloned());
-                // Hide the cursor and do not wrap: a narrow terminal cuts lines,
-                // and going up still meets the first one.
-                let mut frame = String::from("\x1b[?25l\x1b[?7l");
-                if *height > 0 {
-                    frame += &format!("\x1b[{height}A");
+                // A narrow terminal cuts lines; wrapped ones would push the table out.
+                let mut frame = String::new();
+                if !std::mem::replace(entered, true) {
+                    frame += ENTER;
                 }
-                for line in &lines {
-                    frame += &format!("\r\x1b[2K{line}\n");
-                }
-                *height = lines.len();
-                put(&(frame + "\x1b[?7h"))
+                frame += "\x1b[H\x1b[2K";
+                frame += &lines.join("\r\n\x1b[2K");
+                put(&(frame + "\x1b[J"))
             }
             Self::Lines { start, summary } => {
                 let at = start.elapsed().as_secs_f64();
@@ -114,13 +115,12 @@ impl Screen {
 
     /// Takes the live summary away and gives the terminal back.
     pub fn clear(&mut self) -> io::Result<()> {
-        match self {
-            Self::Terminal { height: 0, .. } | Self::Lines { .. } => Ok(()),
-            Self::Terminal { height, .. } => {
-                let up = std::mem::take(height);
-                put(&format!("\x1b[{up}A\r\x1b[J\x1b[?25h"))
-            }
+        if let Self::Terminal { entered, .. } = self
+            && std::mem::take(entered)
+        {
+            put(LEAVE)?;
         }
+        Ok(())
     }
 }
 

@@ -110,7 +110,7 @@ impl Stage {
                 _ = frames.tick() => {}
                 // Only the producer ends by itself; a panic counts as a failure.
                 Some(ended) = self.programs.join_next() => {
-                    ended.context("a simulated service panicked")??;
+                    ended?.context("a simulated service failed")?;
                     settling = Some(Instant::now());
                 }
                 ended = &mut self.app => {
@@ -118,8 +118,7 @@ impl Stage {
                     bail!("the service ended");
                 }
             }
-            self.rows.tell(&self.ledger).await?;
-            self.counted = self.rows.count().await?;
+            self.look().await?;
             let open = self.ledger.open();
             let doing = match settling {
                 None => format!(
@@ -146,6 +145,13 @@ impl Stage {
                 _ => {}
             }
         }
+    }
+
+    async fn look(&mut self) -> anyhow::Result<()> {
+        let lost = "the demo lost Postgres";
+        self.rows.tell(&self.ledger).await.context(lost)?;
+        self.counted = self.rows.count().await.context(lost)?;
+        Ok(())
     }
 
     /// Takes the live summary away.
@@ -184,8 +190,7 @@ impl Stage {
         // The last rows settle a moment after their messages arrive.
         let mut faults = Vec::new();
         for _ in 0..20 {
-            self.rows.tell(&self.ledger).await?;
-            self.counted = self.rows.count().await?;
+            self.look().await?;
             faults = self.ledger.faults(&self.counted, in_queue);
             if faults.is_empty() {
                 break;
