@@ -119,14 +119,15 @@ async fn the_events_of_thousands_of_random_histories_replay_to_their_rows() {
         claim.settle(&named).await.unwrap();
     }
 
-    let rows: Vec<(
+    type Row = (
         i64,
         String,
         i32,
         i32,
         chrono::DateTime<chrono::Utc>,
         Option<String>,
-    )> = sqlx::query_as(
+    );
+    let rows: Vec<Row> = sqlx::query_as(
         "SELECT id, status, retry_count, max_retries, next_retry_at, reason FROM retry_queue",
     )
     .fetch_all(&bed.db)
