@@ -35,6 +35,10 @@ const MIGRATION_LOCK: i64 = 0x7265_7472_795f_6d67;
 /// Others may be migrating a large table.
 const MIGRATION_DEADLINE: Duration = Duration::from_secs(3600);
 
+/// Reads nothing, and fails where migrations have not been applied: somebody
+/// else may be the one to apply them.
+const HAS_SCHEMA: &str = "SELECT FROM retry_queue, retry_events LIMIT 0";
+
 /// Why the store did not do what it was asked.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
@@ -125,17 +129,19 @@ impl Store {
         Ok(())
     }
 
-    /// Whether Postgres answers.
+    /// Whether Postgres answers and has our tables.
     pub async fn ping(&self) -> Result<(), StoreError> {
-        self.within(sqlx::query("SELECT 1").execute(&self.pool))
+        self.within(sqlx::query(HAS_SCHEMA).execute(&self.pool))
             .await?;
         Ok(())
     }
 
     /// Whether Postgres can make a write durable: a full disk answers a ping
-    /// but not this. Writes a WAL record and no table.
+    /// but not this, and neither does one without our tables. Writes a WAL
+    /// record and no table.
     pub async fn prove_durable(&self) -> Result<(), StoreError> {
         let mut tx = self.begin().await?;
+        tx.run(|c| sqlx::query(HAS_SCHEMA).execute(c)).await?;
         let probe =
             sqlx::query("SELECT pg_logical_emit_message(true, 'retry-scheduler', 'probe')::text");
         tx.run(|c| probe.execute(c)).await?;
