@@ -80,19 +80,6 @@ impl Process {
         .await;
     }
 
-    /// Waits for red with `part` named.
-    pub async fn until_down(&self, part: &str) {
-        eventually(&format!("{part} is down"), || async {
-            let (_, body) = self.get("/ready").await;
-            let body: serde_json::Value = serde_json::from_str(&body).expect("JSON");
-            let down = body["down"].as_array().expect("a list");
-            down.iter()
-                .any(|d| d.as_str().is_some_and(|d| d.starts_with(part)))
-                .then_some(())
-        })
-        .await;
-    }
-
     /// Sends a signal, named as `kill` names it.
     pub async fn signal(&self, name: &str) {
         let pid = self.child.id().expect("it still runs");
