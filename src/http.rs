@@ -86,8 +86,8 @@ async fn ready(State(pages): State<Pages>) -> Response {
 
 async fn metrics(State(pages): State<Pages>) -> Response {
     let parts: Vec<(String, bool)> = pages
-        .health
         .parts()
+        .await
         .into_iter()
         .map(|p| (p.name, p.up))
         .collect();

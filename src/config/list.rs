@@ -28,7 +28,7 @@ pub const SETTINGS: &[Setting] = &[
     setting("RETRY_QUEUE", "retry.scheduled", "Intake queue of RetryMessages; declared durable when absent."),
     setting("MANUAL_REVIEW_QUEUE", "manual-review.pending", "Where messages go that people must look at; declared durable when absent."),
     setting("DEAD_LETTER_QUEUE", "", "A queue that DLXs are bound to, whose raw dead letters are retried too; empty: none. Declared durable when absent."),
-    setting("REVIEW_FORMAT", "json", "Body of review messages: `json` or `protobuf`."),
+    setting("REVIEW_FORMAT", "json", "Body of review messages: `json` or `protobuf`; over 8 MiB of payload always protobuf."),
     setting("ALLOWED_QUEUES", "", "Comma-separated globs of queues a message may go back to; empty allows all but our own and `amq.*`."),
     setting("DEFAULT_MAX_RETRIES", "3", "Retries of a message that does not say its own number."),
     setting("MAX_RETRIES_LIMIT", "100", "No message gets more retries than this, whatever it asks for."),

@@ -16,6 +16,10 @@ use crate::{
     task::{Reason, Task},
 };
 
+/// JSON makes a payload a third larger, and brokers refuse messages of over 16 MiB
+/// by default: above this, protobuf, which its content type says.
+const MAX_JSON_PAYLOAD_BYTES: usize = 8 << 20;
+
 /// The whole message with everything known about it, for the review queue.
 pub fn review(
     task: &mut Task,
@@ -23,6 +27,11 @@ pub fn review(
     queue: &ShortString,
     format: ReviewFormat,
 ) -> Result<Outgoing, String> {
+    let format = if task.payload.len() > MAX_JSON_PAYLOAD_BYTES {
+        ReviewFormat::Protobuf
+    } else {
+        format
+    };
     let text = |s: &Option<String>| s.clone().unwrap_or_default();
     let envelope = ReviewMessage {
         message_id: task.message_id.to_string(),
@@ -68,4 +77,68 @@ pub fn review(
         ),
         body,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::task::Labels;
+    use chrono::DateTime;
+
+    fn task(payload: Vec<u8>) -> Task {
+        Task {
+            id: 1,
+            message_id: uuid::Uuid::nil(),
+            producer_id: Some("mine".into()),
+            payload,
+            queue: "q".into(),
+            properties: vec![0xff],
+            error: Some("why".into()),
+            class: None,
+            retry_count: 3,
+            max_retries: 3,
+            free: false,
+            policy: None,
+            labels: Labels::default(),
+            reason: None,
+            expired: false,
+            first_failed_at: DateTime::UNIX_EPOCH,
+            last_failed_at: DateTime::UNIX_EPOCH,
+            late: std::time::Duration::ZERO,
+        }
+    }
+
+    fn envelope(payload: Vec<u8>, format: ReviewFormat) -> (String, Outgoing) {
+        let queue = ShortString::from("review");
+        let out = review(&mut task(payload), Reason::Exhausted, &queue, format).unwrap();
+        let content_type = out.properties.content_type().clone().unwrap();
+        (content_type.to_string(), out)
+    }
+
+    #[test]
+    fn an_envelope_says_the_same_in_json_and_in_protobuf() {
+        let (content_type, json) = envelope(b"x".to_vec(), ReviewFormat::Json);
+        assert_eq!(content_type, "application/json");
+        let json: ReviewMessage = serde_json::from_slice(&json.body).unwrap();
+        let (content_type, protobuf) = envelope(b"x".to_vec(), ReviewFormat::Protobuf);
+        assert_eq!(content_type, "application/x-protobuf");
+        assert_eq!(
+            ReviewMessage::decode(protobuf.body.as_slice()).unwrap(),
+            json
+        );
+        assert_eq!(
+            (json.reason.as_str(), json.error.as_str()),
+            ("exhausted", "why")
+        );
+        assert_eq!(json.original_payload, b"x");
+        assert_eq!(json.properties, None, "what cannot be read is left out");
+    }
+
+    #[test]
+    fn a_large_payload_is_not_made_larger() {
+        let size = MAX_JSON_PAYLOAD_BYTES + 1;
+        let (content_type, out) = envelope(vec![7; size], ReviewFormat::Json);
+        assert_eq!(content_type, "application/x-protobuf");
+        assert!(out.body.len() < size + 1000);
+    }
 }
