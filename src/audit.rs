@@ -11,131 +11,109 @@ use crate::{
     telemetry::one_line,
 };
 
+/// A line with what every event has, and `$fields` of its own.
+macro_rules! event {
+    ($level:ident, $event_type:literal, $task:expr, $text:literal, $($fields:tt)*) => {
+        $level!(
+            event_type = $event_type,
+            message_id = %$task.message_id,
+            queue = $task.queue,
+            $($fields)*
+            policy = $task.policy,
+            retry_category = $task.labels.category,
+            tenant_id = $task.labels.tenant,
+            correlation_id = $task.labels.correlation_id,
+            trace_id = $task.labels.trace_id,
+            $text
+        )
+    };
+}
+
 /// A failure was given another retry.
 pub fn scheduled(task: &NewTask, retry_count: i32, delay: Duration) {
-    info!(
-        event_type = "scheduled",
-        message_id = %task.message_id,
-        queue = task.queue,
+    event!(info, "scheduled", task, "retry scheduled",
         attempt_number = retry_count + 1,
         max_attempts = task.max_retries,
         delay_seconds = delay.as_secs_f64(),
         error_class = task.class.as_str(),
         exception_message = %one_line(&task.error),
-        policy = task.policy,
-        retry_category = task.labels.category,
-        tenant_id = task.labels.tenant,
-        correlation_id = task.labels.correlation_id,
-        trace_id = task.labels.trace_id,
-        "retry scheduled"
     );
 }
 
 /// A failure will not be retried.
 pub fn bound_for_review(task: &NewTask, retry_count: i32, reason: Reason) {
-    warn!(
-        event_type = "scheduled",
-        message_id = %task.message_id,
-        queue = task.queue,
+    event!(warn, "scheduled", task, "goes to review",
         reason = reason.as_str(),
         total_attempts = retry_count,
         error_class = task.class.as_str(),
         exception_message = %one_line(&task.error),
-        policy = task.policy,
-        retry_category = task.labels.category,
-        tenant_id = task.labels.tenant,
-        correlation_id = task.labels.correlation_id,
-        trace_id = task.labels.trace_id,
-        "goes to review"
     );
 }
 
 /// A failure was already waiting.
 pub fn duplicate(task: &NewTask) {
-    debug!(
-        event_type = "duplicate",
-        message_id = %task.message_id,
-        queue = task.queue,
-        "already waiting; nothing changes"
-    );
+    event!(debug, "duplicate", task, "already waiting; nothing changes",);
 }
 
 /// A failure with this key was applied before.
 pub fn idempotency_hit(task: &NewTask) {
-    info!(
-        event_type = "idempotency",
+    event!(
+        info,
+        "idempotency",
+        task,
+        "applied before; nothing changes",
         action = "hit",
-        message_id = %task.message_id,
-        queue = task.queue,
         idempotency_key = task.idempotency_key,
-        retry_category = task.labels.category,
-        tenant_id = task.labels.tenant,
-        correlation_id = task.labels.correlation_id,
-        trace_id = task.labels.trace_id,
-        "applied before; nothing changes"
     );
 }
 
 /// A message is back in its queue.
 pub fn sent_back(task: &Task, retry_count: i32) {
-    info!(
-        event_type = "retry_attempt",
-        message_id = %task.message_id,
-        queue = task.queue,
+    event!(
+        info,
+        "retry_attempt",
+        task,
+        "sent back to its queue",
         attempt_number = retry_count,
         max_attempts = task.max_retries,
         late_seconds = task.late.as_secs_f64(),
         exception_message = task.error.as_deref().map(one_line).as_deref(),
-        policy = task.policy,
-        retry_category = task.labels.category,
-        tenant_id = task.labels.tenant,
-        correlation_id = task.labels.correlation_id,
-        trace_id = task.labels.trace_id,
-        "sent back to its queue"
     );
 }
 
 /// A message was given to people.
 pub fn reviewed(task: &Task, reason: Reason) {
-    warn!(
-        event_type = "retry_exhausted",
-        message_id = %task.message_id,
-        queue = task.queue,
+    event!(
+        warn,
+        "retry_exhausted",
+        task,
+        "given to review",
         reason = reason.as_str(),
         total_attempts = task.retry_count,
         max_attempts = task.max_retries,
         final_exception_message = task.error.as_deref().map(one_line).as_deref(),
-        policy = task.policy,
-        retry_category = task.labels.category,
-        tenant_id = task.labels.tenant,
-        correlation_id = task.labels.correlation_id,
-        trace_id = task.labels.trace_id,
-        "given to review"
     );
 }
 
 /// A message could not be sent back: no such queue.
 pub fn returned(task: &Task, retry_count: i32, delay: Duration, error: &str) {
-    warn!(
-        event_type = "returned",
-        message_id = %task.message_id,
-        queue = task.queue,
+    event!(warn, "returned", task, "could not be sent back",
         attempt_number = retry_count,
         max_attempts = task.max_retries,
         delay_seconds = delay.as_secs_f64(),
         exception_message = %one_line(error),
-        "could not be sent back"
     );
 }
 
 /// The broker would not take a message for now.
 pub fn deferred(task: &Task, delay: Duration) {
-    info!(
-        event_type = "deferred",
-        message_id = %task.message_id,
-        queue = task.queue,
+    event!(
+        info,
+        "deferred",
+        task,
+        "the broker would not take it now",
         attempt_number = task.retry_count,
+        max_attempts = task.max_retries,
         delay_seconds = delay.as_secs_f64(),
-        "the broker would not take it now"
     );
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use prost::Message;
 use retry_scheduler::wire::proto::{ErrorClass, Priority, RetryMessage};
 
-use crate::support::{Bed, eventually, message};
+use crate::support::{Bed, Process, eventually, message};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_rate_limited_message_waits_as_asked_and_spends_no_attempt() {
@@ -332,9 +332,8 @@ async fn a_fair_claim_visits_every_lane_in_turn() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_dry_run_tells_and_touches_nothing() {
-    let mut bed = Bed::new().await;
+    let bed = Bed::new().await;
     bed.migrate().await;
-    bed.set("LOG_FORMAT", "json");
     let queue = bed.declare("untouched").await;
     bed.client.declare(&bed.intake()).await;
     bed.client
@@ -352,22 +351,14 @@ async fn a_dry_run_tells_and_touches_nothing() {
         .fetch_all(&bed.db)
         .await
         .unwrap();
-    let log = std::env::temp_dir().join(bed.queue("dry.log"));
-    let mut service = bed
-        .command()
-        .args(["serve", "--dry-run"])
-        .stderr(std::fs::File::create(&log).unwrap())
-        .spawn()
-        .unwrap();
-    let told = eventually("both rows are told of", || async {
-        let text = std::fs::read_to_string(&log).unwrap();
-        let (back, review) = ("would be sent back", "would be given to review");
-        (text.contains(back) && text.contains(review)).then_some(text)
-    })
-    .await;
+    let mut command = bed.command();
+    command.args(["serve", "--dry-run"]);
+    let service = Process::spawn(command);
+    service.until_logged("would be sent back").await;
+    let told = service.until_logged("would be given to review").await;
     assert!(told.contains("\"reason\":\"exhausted\""), "{told}");
-    crate::support::terminate(&service);
-    assert!(service.wait().await.unwrap().success());
+    service.signal("TERM").await;
+    assert!(service.ended().await.0.success());
     let after: Vec<String> = sqlx::query_scalar("SELECT q::text FROM retry_queue q ORDER BY id")
         .fetch_all(&bed.db)
         .await
@@ -375,7 +366,6 @@ async fn a_dry_run_tells_and_touches_nothing() {
     assert_eq!(before, after);
     assert_eq!(bed.client.depth(&bed.intake()).await, Some(1));
     assert_eq!(bed.client.depth(&queue).await, Some(0));
-    std::fs::remove_file(log).unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]

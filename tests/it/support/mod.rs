@@ -64,10 +64,3 @@ pub fn max_length(messages: i32) -> lapin::types::FieldTable {
     );
     arguments
 }
-
-/// SIGTERM, by the tool every system has.
-pub fn terminate(child: &tokio::process::Child) {
-    let pid = child.id().expect("it runs").to_string();
-    let status = std::process::Command::new("kill").arg(pid).status();
-    assert!(status.expect("kill runs").success());
-}
