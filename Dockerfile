@@ -25,13 +25,22 @@ COPY src src
 RUN touch build.rs src/main.rs src/lib.rs \
     && cargo build --release --locked --bin retry-scheduler
 
-# glibc and CA certificates, and nothing else: no shell, no package manager.
-FROM debian:bookworm-slim
+# The root of the image: the binary, the libraries it links, CA certificates, a
+# user, and nothing else: no shell, no package manager.
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+RUN mkdir -p /image/usr/local/bin /image/etc/ssl/certs \
+    && cp target/release/retry-scheduler /image/usr/local/bin/ \
+    && ldd target/release/retry-scheduler | grep -o '/[^ ]*' \
+        | xargs -I '{}' cp --dereference --parents '{}' /image \
+    && cp /etc/ssl/certs/ca-certificates.crt /image/etc/ssl/certs/ \
+    && echo 'nonroot:x:65532:65532::/:' > /image/etc/passwd
+
+FROM scratch
 LABEL org.opencontainers.image.title="retry-scheduler" \
       org.opencontainers.image.description="Durable retries for RabbitMQ: a failed message waits in Postgres and goes back to its queue, or to people." \
       org.opencontainers.image.licenses="MIT OR Apache-2.0"
 COPY LICENSE-APACHE LICENSE-MIT /usr/share/doc/retry-scheduler/
-COPY --from=build /src/target/release/retry-scheduler /usr/local/bin/retry-scheduler
+COPY --from=build /image /
 # `nonroot`, as a number, so that a host can see that it is not root.
 USER 65532:65532
 EXPOSE 8086

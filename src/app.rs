@@ -3,7 +3,10 @@
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use anyhow::Context;
-use tokio::{net::TcpListener, task::JoinSet};
+use tokio::{
+    net::TcpListener,
+    task::{JoinError, JoinSet},
+};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 use uuid::Uuid;
@@ -168,8 +171,10 @@ impl App {
                 loops.spawn(dispatcher.run(token.clone()));
             }
             while let Some(ended) = loops.join_next().await {
-                if let Err(e) = ended {
-                    std::panic::resume_unwind(e.into_panic());
+                if let Err(panic) = ended.map_err(JoinError::try_into_panic)
+                    && let Ok(panic) = panic
+                {
+                    std::panic::resume_unwind(panic);
                 }
             }
         });
