@@ -67,6 +67,18 @@ pub fn idempotency_hit(task: &NewTask) {
     );
 }
 
+/// A failure's key is remembered from now on.
+pub fn idempotency_record(task: &NewTask) {
+    event!(
+        info,
+        "idempotency",
+        task,
+        "its key is remembered",
+        action = "record",
+        idempotency_key = task.idempotency_key,
+    );
+}
+
 /// A message is back in its queue.
 pub fn sent_back(task: &Task, retry_count: i32) {
     event!(

@@ -57,6 +57,16 @@ enum Effect<'t> {
 }
 
 impl Effect<'_> {
+    /// The task, if it is the first with its idempotency key.
+    fn remembers(&self) -> Option<&NewTask> {
+        let task = match self {
+            Self::Planned(planned) => planned.task,
+            Self::Beside { task, .. } | Self::Duplicate(task) => task,
+            Self::Hit(_) => return None,
+        };
+        task.idempotency_key.is_some().then_some(task)
+    }
+
     /// The id of the row that bears the moment of the transaction, if one does.
     fn stored_as(&self) -> Option<Uuid> {
         match self {
@@ -292,6 +302,9 @@ impl Recorder {
             soonest = Some(soonest.map_or(delay, |known| known.min(delay)));
         };
         for effect in effects {
+            if let Some(task) = effect.remembers() {
+                audit::idempotency_record(task);
+            }
             match effect {
                 Effect::Planned(planned) => {
                     let task = planned.task;
