@@ -267,6 +267,7 @@ async fn health_and_ready_say_how_each_part_is() {
 async fn ready_is_503_with_the_parts_that_are_down_and_health_stays_200() {
     let mut bed = Bed::new().await;
     bed.set("RABBITMQ_URL", "amqp://127.0.0.1:1/v");
+    bed.migrate().await;
     let service = bed.start_unready().await;
     service.until_down("publisher").await;
     service.until_down("consumer").await;

@@ -45,6 +45,7 @@ async fn probe_names_the_part_that_is_down() {
     let nobody = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = nobody.local_addr().expect("an address");
     bed.set("RABBITMQ_URL", &format!("amqp://{address}"));
+    bed.migrate().await;
     let service = bed.start_unready().await;
 
     let output = probe(&mut bed, service.address.port()).await;
