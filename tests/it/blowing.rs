@@ -527,3 +527,49 @@ async fn two_thousand_poison_messages_in_a_row_are_all_in_review() {
     service.until_ready().await;
     service.stop().await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_postgres_refuses_goes_to_review_and_its_neighbours_are_stored() {
+    let bed = Bed::new().await;
+    bed.migrate().await;
+    let queue = bed.declare("picky").await;
+    // Whatever Postgres may find wrong with a row that we did not foresee.
+    sqlx::raw_sql(
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$
+         BEGIN
+             IF NEW.original_payload = 'poison' AND NEW.reason IS NULL THEN
+                 RAISE EXCEPTION 'not in this house' USING ERRCODE = 'data_exception';
+             END IF;
+             RETURN NEW;
+         END $$;
+         CREATE TRIGGER refuse BEFORE INSERT ON retry_queue
+             FOR EACH ROW EXECUTE FUNCTION refuse()",
+    )
+    .execute(&bed.db)
+    .await
+    .unwrap();
+    let messages = [
+        message(&queue, "one"),
+        message(&queue, "poison"),
+        message(&queue, "two"),
+    ];
+    bed.client.declare(&bed.intake()).await;
+    bed.client.send_all(&bed.intake(), &messages).await;
+    let service = bed.start().await;
+
+    let mut review = bed.client.consume(&bed.review()).await;
+    let envelope = review.next().await.review();
+    assert_eq!(envelope.reason, "invalid");
+    assert_eq!(envelope.original_payload, b"poison");
+    assert_eq!(envelope.producer_id, messages[1].message_id);
+    assert!(
+        envelope.error.contains("not in this house"),
+        "{}",
+        envelope.error
+    );
+    let mut inbox = bed.client.consume(&queue).await;
+    let back: std::collections::BTreeSet<Vec<u8>> =
+        inbox.take(2).await.into_iter().map(|r| r.body).collect();
+    assert_eq!(back, [b"one".to_vec(), b"two".to_vec()].into());
+    service.stop().await;
+}
