@@ -115,7 +115,7 @@ impl Recorder {
                     producer_id: Some(task.message_id.to_string()),
                     message_id: Uuid::now_v7(),
                     queue: self.rules.intake_queue.clone(),
-                    error: e,
+                    error: format!("{e} (its queue is {:?})", task.queue),
                     properties: Vec::new(),
                     labels: Default::default(),
                     idempotency_key: None,
