@@ -55,10 +55,12 @@ CREATE TABLE retry_queue (
     -- 0 live, 1 backfill: live goes first, backfill is never starved.
     priority SMALLINT NOT NULL DEFAULT 0 CHECK (priority IN (0, 1)),
 
-    -- Work that must not starve other work: one queue, tenant and priority. A
-    -- hash, so that its index stays small; two lanes that collide only share.
+    -- Work that must not starve other work: one queue, priority and tenant. A
+    -- hash, so that its index stays small; lanes that collide share their turns.
+    -- Tenants are strangers' words: at most 1,024 lanes for those of one queue.
     lane INT NOT NULL GENERATED ALWAYS AS
-        (hashtext(original_queue || chr(31) || COALESCE(tenant_id, '') || chr(31) || priority::text)) STORED,
+        (hashtext(original_queue || chr(31) || priority::text || chr(31)
+                  || (hashtext(COALESCE(tenant_id, '')) & 1023)::text)) STORED,
 
     CONSTRAINT failed_has_a_reason CHECK (status <> 'failed' OR reason IS NOT NULL),
     CONSTRAINT retried_has_no_reason CHECK (status <> 'retried' OR reason IS NULL)

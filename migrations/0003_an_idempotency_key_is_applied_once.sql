@@ -9,6 +9,11 @@ CREATE TABLE idempotency_keys (
     task_id BIGINT,
     expires_at TIMESTAMPTZ NOT NULL,
 
+    -- What it was applied to: the retries made by then, and the SHA-256 of the
+    -- payload. A higher count is the next failure, another payload another message.
+    retry_count INT NOT NULL,
+    digest BYTEA NOT NULL,
+
     PRIMARY KEY (scope, key)
 );
 

@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use tracing::{debug, info, warn};
+use tracing::{info, warn};
 
 use crate::{
     task::{NewTask, Reason, Task},
@@ -52,7 +52,7 @@ pub fn bound_for_review(task: &NewTask, retry_count: i32, reason: Reason) {
 
 /// A failure was already waiting.
 pub fn duplicate(task: &NewTask) {
-    event!(debug, "duplicate", task, "already waiting; nothing changes",);
+    event!(info, "duplicate", task, "already waiting; nothing changes",);
 }
 
 /// A failure with this key was applied before.

@@ -34,6 +34,12 @@ pub enum BrokerError {
     /// The consumer was cancelled: its queue was deleted or the broker stops.
     #[error("RabbitMQ ended the subscription: the queue was deleted, or the node is going away")]
     Cancelled,
+    /// The client cannot parse what the broker sends, and so cannot refuse it.
+    #[error(
+        "a message at the head of {0:?} cannot be read by this AMQP client (is one of its \
+         properties not UTF-8?): take it out by hand, for example on RabbitMQ's management page"
+    )]
+    Unreadable(String),
     /// Not usable with AMQP.
     #[error("{0}")]
     Unusable(String),
@@ -251,7 +257,11 @@ impl Subscription {
     /// connection may look healthy while nothing will ever come again.
     pub async fn next(&mut self) -> Result<Delivery, BrokerError> {
         match self.consumer.next().await {
-            Some(delivery) => Ok(delivery?),
+            Some(Ok(delivery)) => Ok(delivery),
+            Some(Err(e)) if matches!(e.kind(), lapin::ErrorKind::ParsingError(_)) => {
+                Err(BrokerError::Unreadable(self.consumer.queue().to_string()))
+            }
+            Some(Err(e)) => Err(e.into()),
             None => Err(BrokerError::Cancelled),
         }
     }
@@ -319,9 +329,11 @@ impl Publisher {
         }
     }
 
-    /// Whether the broker has raised an alarm.
+    /// Whether the broker has raised an alarm. A connection that has since died
+    /// still says so of itself, but will never be told that the alarm is over.
     pub fn blocked(&self) -> bool {
-        self.connection.status().blocked()
+        let status = self.connection.status();
+        status.connected() && self.channel.status().connected() && status.blocked()
     }
 
     /// Publishes all, then waits for all confirms: an outcome each.
@@ -416,11 +428,13 @@ impl Publisher {
 /// outweighs what followed from it: publishing on may fail first, because the
 /// channel is gone.
 fn blame(fault: &mut Option<Fault>, error: &lapin::Error) {
+    const CONTENT_TOO_LARGE: u16 = 311;
+    const PRECONDITION_FAILED: u16 = 406;
     const FRAME_ERROR: u16 = 501;
     const SYNTAX_ERROR: u16 = 502;
-    let by_content =
-        error.is_amqp_soft_error() || matches!(amqp_code(error), Some(FRAME_ERROR | SYNTAX_ERROR));
-    if by_content {
+    if let Some(CONTENT_TOO_LARGE | PRECONDITION_FAILED | FRAME_ERROR | SYNTAX_ERROR) =
+        amqp_code(error)
+    {
         *fault = Some(Fault::Channel(error.to_string()));
     } else {
         fault.get_or_insert_with(|| Fault::Connection(error.to_string()));
@@ -462,7 +476,12 @@ mod tests {
     #[test]
     fn an_outage_is_nobodys_fault() {
         let mut fault = None;
-        blame(&mut fault, &said(AMQPHardError::CONNECTIONFORCED));
-        assert!(matches!(fault, Some(Fault::Connection(_))), "{fault:?}");
+        for outage in [
+            said(AMQPHardError::CONNECTIONFORCED),
+            said(AMQPSoftError::ACCESSREFUSED),
+        ] {
+            blame(&mut fault, &outage);
+            assert!(matches!(fault, Some(Fault::Connection(_))), "{fault:?}");
+        }
     }
 }

@@ -24,6 +24,12 @@ use crate::{
 /// Something is due but others hold it: look again soon, not at once.
 const CONTENDED_NAP: Duration = Duration::from_millis(50);
 
+/// How long what was not confirmed in time waits at most.
+const LONGEST_STAND_BACK: Duration = Duration::from_secs(60);
+
+/// No policy makes a refused message come back faster than this.
+const SHORTEST_DEFERRAL: Duration = Duration::from_millis(100);
+
 /// The loop that publishes what is due. Several may run, on several instances.
 pub struct Dispatcher {
     /// Where messages go.
@@ -98,6 +104,7 @@ impl Dispatcher {
         // Turns to take one row at a time, to find the one the broker chokes on.
         // Outlives the connection, which may be what it costs.
         let mut careful = 0_usize;
+        let mut fairness = Fairness::default();
         while !cancelled.is_cancelled() {
             match self.broker.publisher(&self.review_queue.to_string()).await {
                 Ok(mut publisher) => {
@@ -110,7 +117,13 @@ impl Dispatcher {
                     connected_before = true;
                     self.part.up("connected");
                     let fault = self
-                        .serve(&mut publisher, &cancelled, &mut backoff, &mut careful)
+                        .serve(
+                            &mut publisher,
+                            &cancelled,
+                            &mut backoff,
+                            &mut careful,
+                            &mut fairness,
+                        )
                         .await;
                     match &fault {
                         None => self.part.down("stopped"),
@@ -137,8 +150,8 @@ impl Dispatcher {
         cancelled: &CancellationToken,
         backoff: &mut Backoff,
         careful: &mut usize,
+        fairness: &mut Fairness,
     ) -> Option<String> {
-        let mut fairness = Fairness::default();
         while !cancelled.is_cancelled() {
             if let Err(why) = publisher.usable() {
                 if !publisher.blocked() {
@@ -152,14 +165,17 @@ impl Dispatcher {
             self.part.up("connected");
             let rows = if *careful > 0 { 1 } else { self.batch };
             *careful = careful.saturating_sub(1);
-            match self.run_once(publisher, rows, &mut fairness).await {
+            match self.run_once(publisher, rows, fairness).await {
                 Ok(Turn::Full) => backoff.reset(),
                 Ok(turn) => {
                     backoff.reset();
                     self.rest(&turn, cancelled).await;
                 }
                 Err(TurnError::Broker(Fault::Channel(why))) => {
-                    *careful = self.batch;
+                    // Alone, it was the culprit and has been dealt with.
+                    if rows > 1 {
+                        *careful = self.batch;
+                    }
                     warn!(error = why, "one message closed the channel; finding which");
                     if let Err(e) = publisher.reopen().await {
                         return Some(e.to_string());
@@ -234,12 +250,16 @@ impl Dispatcher {
             Some(Fault::Channel(why)) if outgoing.len() == 1 => Some(why.clone()),
             _ => None,
         };
+        let timed_out = matches!(fault, Some(Fault::Timeout(_)));
         drop(outgoing);
         let mut review_is_missing = false;
         let published = bound.iter_mut().filter(|b| b.end.is_none());
         for (bound, outcome) in published.zip(&outcomes) {
             review_is_missing |= bound.review.is_some() && matches!(outcome, Outcome::Returned(_));
             bound.end = self.end(bound, outcome, culprit.as_deref());
+            if timed_out && *outcome == Outcome::Unknown {
+                bound.end = Some(self.stand_back(&bound.task));
+            }
         }
         let ends: Vec<(i64, &Settlement)> = bound
             .iter()
@@ -275,7 +295,7 @@ impl Dispatcher {
                 format!("queue {:?} does not exist ({why})", bound.task.queue),
             )),
             (Outcome::Refused, _) => Some(Settlement::Deferred {
-                delay: self.delay(&bound.task),
+                delay: self.delay(&bound.task).max(SHORTEST_DEFERRAL),
             }),
             (Outcome::Unknown, _) => {
                 culprit.map(|why| self.failed(&bound.task, bound.review, why.to_owned()))
@@ -293,7 +313,9 @@ impl Dispatcher {
                 error = %crate::telemetry::one_line(&error),
                 "review could not be reached; will try again"
             );
-            return Settlement::Deferred { delay };
+            return Settlement::Deferred {
+                delay: delay.max(SHORTEST_DEFERRAL),
+            };
         }
         // Even a free attempt counts here, or a missing queue would never end.
         let retry_count = task.retry_count.saturating_add(1);
@@ -301,8 +323,17 @@ impl Dispatcher {
         Settlement::Failed {
             retry_count,
             delay: if spent { Duration::ZERO } else { delay },
-            error,
+            error: wire::storable(error),
             reason: spent.then_some(Reason::Unroutable),
+        }
+    }
+
+    /// A queue that does not confirm may yet deliver what it was sent: it is not
+    /// sent more of the same soon, nor allowed to hold up all others.
+    fn stand_back(&self, task: &Task) -> Settlement {
+        let policy = self.book.named(task.policy.as_deref().unwrap_or_default());
+        Settlement::Deferred {
+            delay: policy.max_delay.min(LONGEST_STAND_BACK),
         }
     }
 

@@ -1,6 +1,6 @@
 //! HTTP: health, readiness and metrics.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use axum::{
     Json, Router,
@@ -17,6 +17,9 @@ use crate::{
     metrics::Metrics,
     store::Store,
 };
+
+/// Whoever asks has a deadline of a few seconds; a page that comes later is none.
+const PATIENCE: Duration = Duration::from_secs(2);
 
 /// What the pages show.
 #[derive(Clone)]
@@ -40,11 +43,14 @@ impl Pages {
     }
 
     async fn parts(&self) -> Vec<PartState> {
-        let answer = self.store.ping().await;
+        let answer = match tokio::time::timeout(PATIENCE, self.store.ping()).await {
+            Ok(answer) => answer.map_err(|e| e.to_string()),
+            Err(_) => Err(format!("no answer within {PATIENCE:?}")),
+        };
         let mut parts = vec![PartState {
             name: "postgres".into(),
             up: answer.is_ok(),
-            detail: answer.map_or_else(|e| e.to_string(), |()| "answers".into()),
+            detail: answer.map_or_else(|e| e, |()| "answers".into()),
         }];
         parts.extend(self.health.parts());
         parts

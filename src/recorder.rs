@@ -6,6 +6,7 @@ use std::{
     time::Duration,
 };
 
+use sha2::{Digest, Sha256};
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
@@ -17,7 +18,7 @@ use crate::{
     metrics::{IntakeOutcome, Metrics},
     store::{
         Store, StoreError,
-        idempotency::Key,
+        idempotency::{Applied, Key},
         intake::{IntakeTx, Mark, Planned},
     },
     task::{Arrival, NewTask, Next, Reason},
@@ -57,16 +58,6 @@ enum Effect<'t> {
 }
 
 impl Effect<'_> {
-    /// The task, if it is the first with its idempotency key.
-    fn remembers(&self) -> Option<&NewTask> {
-        let task = match self {
-            Self::Planned(planned) => planned.task,
-            Self::Beside { task, .. } | Self::Duplicate(task) => task,
-            Self::Hit(_) => return None,
-        };
-        task.idempotency_key.is_some().then_some(task)
-    }
-
     /// The id of the row that bears the moment of the transaction, if one does.
     fn stored_as(&self) -> Option<Uuid> {
         match self {
@@ -84,6 +75,8 @@ struct Sorted<'t> {
     fresh: Vec<&'t NewTask>,
     /// Applied before.
     hits: Vec<(&'t NewTask, Key)>,
+    /// Other messages under a key that was applied: for people to look at.
+    others: Vec<&'t NewTask>,
 }
 
 impl Recorder {
@@ -134,7 +127,11 @@ impl Recorder {
         let started = Instant::now();
         let mut tx = self.store.begin_intake().await?;
         let mut effects = Vec::with_capacity(tasks.len());
-        let Sorted { fresh, hits } = self.sort_by_key(&mut tx, tasks).await?;
+        let Sorted {
+            fresh,
+            hits,
+            others,
+        } = self.sort_by_key(&mut tx, tasks).await?;
         let mut applied = Vec::new();
         for wave in waves(&fresh) {
             self.store_wave(&mut tx, wave, &mut applied, &mut effects)
@@ -142,6 +139,13 @@ impl Recorder {
         }
         if !applied.is_empty() {
             tx.attach_keys(&applied).await?;
+        }
+        if !others.is_empty() {
+            let mut copies = Vec::with_capacity(others.len());
+            for task in others {
+                copies.push(beside(task, Reason::Conflict, &mut effects));
+            }
+            self.store_copies(&mut tx, &copies).await?;
         }
         if !hits.is_empty() {
             let (tasks, keys): (Vec<&NewTask>, Vec<Key>) = hits.into_iter().unzip();
@@ -155,6 +159,9 @@ impl Recorder {
             if !self.took_place(&ids, &mark).await {
                 return Err(e);
             }
+        }
+        for task in fresh.iter().filter(|t| t.idempotency_key.is_some()) {
+            audit::idempotency_record(task);
         }
         self.tell(&effects, started);
         Ok(())
@@ -181,18 +188,35 @@ impl Recorder {
         tasks: &'t [NewTask],
     ) -> Result<Sorted<'t>, StoreError> {
         let mut sorted = Sorted::default();
-        let wanted: HashSet<Key> = tasks.iter().filter_map(key_of).collect();
-        if wanted.is_empty() {
+        let mut known: HashMap<Key, Applied> = HashMap::new();
+        for task in tasks {
+            if let Some(key) = key_of(task) {
+                known.entry(key).or_insert_with(|| applied_to(task));
+            }
+        }
+        if known.is_empty() {
             sorted.fresh = tasks.iter().collect();
             return Ok(sorted);
         }
-        let wanted: Vec<Key> = wanted.into_iter().collect();
-        let mut free = tx.take_keys(&wanted, self.key_life).await?;
+        let mut taken = tx.take_keys(&known, self.key_life).await?;
+        let theirs: Vec<&Key> = known.keys().filter(|key| !taken.contains(key)).collect();
+        let theirs = tx.look_up_keys(&theirs).await?;
+        known.extend(theirs);
         for task in tasks {
-            match key_of(task) {
-                // The first mention in the batch has it, the next ones are hits.
-                Some(key) if !free.remove(&key) => sorted.hits.push((task, key)),
-                _ => sorted.fresh.push(task),
+            let Some(key) = key_of(task) else {
+                sorted.fresh.push(task);
+                continue;
+            };
+            let before = known.get(&key).filter(|_| !taken.remove(&key));
+            match before {
+                // The first mention of a key that was free.
+                None => sorted.fresh.push(task),
+                // Provably the same failure, and nothing else may be dropped.
+                Some(before) if before.digest != applied_to(task).digest => {
+                    sorted.others.push(task);
+                }
+                Some(before) if task.retry_count > before.retry_count => sorted.fresh.push(task),
+                Some(_) => sorted.hits.push((task, key)),
             }
         }
         Ok(sorted)
@@ -257,14 +281,9 @@ impl Recorder {
                     effects.push(Effect::Duplicate(task));
                 }
                 Arrival::Beside(reason) => {
-                    let copy = task.clone().beside(Uuid::now_v7(), reason);
+                    let copy = beside(task, reason, effects);
                     stored_as = copy.message_id;
                     copies.push(copy);
-                    effects.push(Effect::Beside {
-                        task,
-                        stored_as,
-                        reason,
-                    });
                 }
             }
             applied.extend(key_of(task).map(|key| (key, stored_as)));
@@ -277,13 +296,18 @@ impl Recorder {
             tx.note_duplicates(&duplicates).await?;
         }
         if !copies.is_empty() {
-            let planned: Vec<Planned<'_>> = copies
-                .iter()
-                .map(|copy| self.plan(copy, copy.retry_count))
-                .collect();
-            tx.insert_new(&planned).await?;
+            self.store_copies(tx, &copies).await?;
         }
         Ok(met)
+    }
+
+    async fn store_copies(&self, tx: &mut IntakeTx, copies: &[NewTask]) -> Result<(), StoreError> {
+        let planned: Vec<Planned<'_>> = copies
+            .iter()
+            .map(|copy| self.plan(copy, copy.retry_count))
+            .collect();
+        tx.insert_new(&planned).await?;
+        Ok(())
     }
 
     fn plan<'t>(&self, task: &'t NewTask, retry_count: i32) -> Planned<'t> {
@@ -302,16 +326,15 @@ impl Recorder {
             soonest = Some(soonest.map_or(delay, |known| known.min(delay)));
         };
         for effect in effects {
-            if let Some(task) = effect.remembers() {
-                audit::idempotency_record(task);
-            }
             match effect {
                 Effect::Planned(planned) => {
                     let task = planned.task;
                     match planned.next {
                         Next::Retry { delay, .. } => {
                             self.metrics.scheduled(&task.queue);
-                            due_in(delay);
+                            // It may have expired on arrival: only Postgres knows.
+                            let old = task.first_failed_at_ms.is_some();
+                            due_in(if old { Duration::ZERO } else { delay });
                             audit::scheduled(task, planned.retry_count, delay);
                         }
                         Next::Review(reason) => {
@@ -339,6 +362,24 @@ impl Recorder {
         if let Some(delay) = soonest {
             self.wake.at(started + delay);
         }
+    }
+}
+
+/// A copy of `task` for review, because its id or its key is taken.
+fn beside<'t>(task: &'t NewTask, reason: Reason, effects: &mut Vec<Effect<'t>>) -> NewTask {
+    let copy = task.clone().beside(Uuid::now_v7(), reason);
+    effects.push(Effect::Beside {
+        task,
+        stored_as: copy.message_id,
+        reason,
+    });
+    copy
+}
+
+fn applied_to(task: &NewTask) -> Applied {
+    Applied {
+        retry_count: task.retry_count,
+        digest: Sha256::digest(&task.payload).to_vec(),
     }
 }
 

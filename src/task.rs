@@ -197,10 +197,11 @@ impl NewTask {
         }
     }
 
-    /// Where its idempotency key is unique: its tenant and queue.
+    /// Where its idempotency key is unique: its queue and tenant. A queue's name
+    /// holds no control character, so no two pairs look alike.
     pub fn scope(&self) -> String {
         let tenant = self.labels.tenant.as_deref().unwrap_or_default();
-        format!("{tenant}/{}", self.queue)
+        format!("{}\u{1f}{tenant}", self.queue)
     }
 
     /// The same message as a case for people, under an id of its own because

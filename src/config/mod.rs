@@ -187,6 +187,14 @@ impl Settings {
                 "must not be below BASE_DELAY_MS",
             ));
         }
+        let database_pool_size = values.within("DATABASE_POOL_SIZE", 2..=1000)?;
+        let dispatch_workers: u16 = values.within("DISPATCH_WORKERS", 1..=32)?;
+        if database_pool_size < u32::from(dispatch_workers) + 2 {
+            return Err(ConfigError::new(
+                "DATABASE_POOL_SIZE",
+                "must be at least DISPATCH_WORKERS + 2, or intake would wait for a connection",
+            ));
+        }
         let intake_prefetch = values.within("INTAKE_PREFETCH", 1..=u16::MAX)?;
         let intake_batch = values.within("INTAKE_BATCH", 1..=10_000)?;
         Ok(Self {
@@ -215,13 +223,13 @@ impl Settings {
             max_age: values.millis("MAX_AGE_MS", 1)?,
             retry_poll_interval: values.millis("RETRY_POLL_INTERVAL_MS", 1)?,
             database_url: values.database_url("DATABASE_URL")?,
-            database_pool_size: values.within("DATABASE_POOL_SIZE", 2..=1000)?,
+            database_pool_size,
             database_timeout: values.millis("DATABASE_TIMEOUT_MS", 1)?,
             migrate_on_start: values.parsed("MIGRATE_ON_START")?,
             intake_prefetch,
             intake_batch: intake_batch.min(usize::from(intake_prefetch)),
             intake_linger: values.millis("INTAKE_LINGER_MS", 0)?,
-            dispatch_workers: values.within("DISPATCH_WORKERS", 1..=32)?,
+            dispatch_workers: dispatch_workers.into(),
             dispatch_batch: values.within("DISPATCH_BATCH", 1..=10_000)?,
             dispatch_batch_bytes: values.within("DISPATCH_BATCH_BYTES", 1..=1 << 30)?,
             confirm_timeout: values.millis("CONFIRM_TIMEOUT_MS", 1)?,
@@ -306,6 +314,7 @@ mod tests {
             ("LOG_LEVEL", "=="),
             ("MIGRATE_ON_START", "maybe"),
             ("DATABASE_POOL_SIZE", "1"),
+            ("DATABASE_POOL_SIZE", "3"),
             ("DEAD_LETTER_QUEUE", "retry.scheduled"),
             ("MAX_RETRIES_LIMIT", "-3"),
             ("RETAIN_EVENTS_HOURS", "0"),

@@ -64,13 +64,13 @@ const CLAIM: &str = concat!(
     "WITH ",
     oldest!(),
     ", due AS (
-        SELECT 1 AS turn, * FROM live UNION ALL SELECT 1, * FROM backfill
+        SELECT 1::bigint AS turn, * FROM live UNION ALL SELECT 1, * FROM backfill
     ), ",
     within_budget!(last_lane: "NULL::int")
 );
 
-/// For when more is due than one claim takes: first a few rows of each lane,
-/// then the oldest. A loose index scan finds the lanes after `$3`, `$4` of them.
+/// For when more is due than one claim takes: first a share for each lane, `$5`
+/// rows in all, then the oldest. A loose index scan finds the lanes after `$3`, `$4` of them.
 const CLAIM_FAIRLY: &str = concat!(
     "WITH RECURSIVE lanes AS (
         (SELECT lane, 1::bigint AS n FROM retry_queue
@@ -86,15 +86,18 @@ const CLAIM_FAIRLY: &str = concat!(
             WHERE q.status = 'pending' AND q.lane = l.lane
               AND q.next_retry_at <= statement_timestamp()
             ORDER BY q.next_retry_at
-            LIMIT $5
+            LIMIT (SELECT GREATEST(1, $5 / count(lane)) FROM lanes)
             FOR UPDATE SKIP LOCKED
         ) r
     ), ",
     oldest!(),
     ", due AS (
-        SELECT 0 AS turn, * FROM shares
+        -- The first row of each lane before anybody's second: the byte budget
+        -- may end anywhere.
+        SELECT row_number() OVER (PARTITION BY lane ORDER BY next_retry_at, id) AS turn, *
+        FROM shares
         UNION ALL
-        (SELECT 1, o.* FROM (SELECT * FROM live UNION ALL SELECT * FROM backfill) o
+        (SELECT 1000000, o.* FROM (SELECT * FROM live UNION ALL SELECT * FROM backfill) o
          WHERE o.id NOT IN (SELECT id FROM shares)
          ORDER BY o.priority, o.next_retry_at
          LIMIT GREATEST(0, $1 - (SELECT count(*) FROM shares)))
@@ -103,9 +106,8 @@ const CLAIM_FAIRLY: &str = concat!(
         "CASE WHEN (SELECT count(lane) FROM lanes) >= $4 THEN (SELECT max(lane) FROM lanes) END")
 );
 
-/// How many lanes one fair claim looks at, and how many rows it takes of each.
+/// How many lanes one fair claim looks at.
 const LANES: i64 = 64;
-const ROWS_PER_LANE: i64 = 4;
 
 /// One statement for the whole batch and its history. `clock_timestamp()`: the
 /// transaction began before the broker was asked.
@@ -120,8 +122,11 @@ const SETTLE: &str = concat!(
         SET status = o.status,
             retry_count = COALESCE(o.retry_count, q.retry_count),
             next_retry_at = CASE WHEN o.delay_ms IS NULL THEN q.next_retry_at
-                ELSE LEAST(clock_timestamp() + o.delay_ms * interval '1 millisecond',
-                           q.expires_at) END,
+                -- What has expired waits like all else when it cannot be sent.
+                WHEN q.expires_at > clock_timestamp()
+                THEN LEAST(clock_timestamp() + o.delay_ms * interval '1 millisecond',
+                           q.expires_at)
+                ELSE clock_timestamp() + o.delay_ms * interval '1 millisecond' END,
             free_attempt = q.free_attempt AND o.status = 'pending',
             reason = COALESCE(o.reason, q.reason),
             error_reason = COALESCE(o.error, q.error_reason),
@@ -174,13 +179,13 @@ impl Store {
     ) -> Result<Claim, StoreError> {
         let mut tx = self.begin().await?;
         let lanes = LANES.min(limit(rows));
-        let per_lane = (limit(rows) / 2 / lanes).clamp(1, ROWS_PER_LANE);
+        let shares = limit(rows) / 2;
         let query = sqlx::query(CLAIM_FAIRLY)
             .bind(limit(rows))
             .bind(limit(bytes))
             .bind(at.0.unwrap_or(i32::MIN))
             .bind(lanes)
-            .bind(per_lane);
+            .bind(shares);
         let found = tx.run(|c| query.fetch_all(c)).await?;
         // No last lane: the end was reached, begin anew.
         *at = match found.first() {

@@ -1,6 +1,9 @@
 //! Which failures were applied already.
 
-use std::{collections::HashSet, time::Duration};
+use std::{
+    collections::{HashMap, HashSet},
+    time::Duration,
+};
 
 use uuid::Uuid;
 
@@ -15,16 +18,35 @@ pub struct Key {
     pub key: String,
 }
 
+/// What a key is, or is to be, applied to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Applied {
+    /// Retries made by then.
+    pub retry_count: i32,
+    /// SHA-256 of the payload.
+    pub digest: Vec<u8>,
+}
+
 /// Takes the keys that are free. Another instance that is just taking the same
-/// key is waited for. An expired key is free.
+/// key is waited for. An expired key is free, and so is one whose message comes
+/// with a higher count: that is its next failure.
 const TAKE: &str = "
-    INSERT INTO idempotency_keys AS k (scope, key, expires_at)
-    SELECT scope, key, now() + $3 * interval '1 millisecond'
-    FROM unnest($1::text[], $2::text[]) AS i (scope, key)
+    INSERT INTO idempotency_keys AS k (scope, key, retry_count, digest, expires_at)
+    SELECT scope, key, retry_count, digest, now() + $5 * interval '1 millisecond'
+    FROM unnest($1::text[], $2::text[], $3::int[], $4::bytea[])
+        AS i (scope, key, retry_count, digest)
     ORDER BY scope, key
-    ON CONFLICT (scope, key) DO UPDATE SET expires_at = EXCLUDED.expires_at, task_id = NULL
+    ON CONFLICT (scope, key) DO UPDATE
+        SET expires_at = EXCLUDED.expires_at, task_id = NULL,
+            retry_count = EXCLUDED.retry_count, digest = EXCLUDED.digest
         WHERE k.expires_at <= now()
+           OR (k.digest = EXCLUDED.digest AND k.retry_count < EXCLUDED.retry_count)
     RETURNING scope, key";
+
+const LOOK_UP: &str = "
+    SELECT k.scope, k.key, k.retry_count, k.digest
+    FROM unnest($1::text[], $2::text[]) AS i (scope, key)
+    JOIN idempotency_keys k USING (scope, key)";
 
 const ATTACH: &str = concat!(
     "WITH attached AS (
@@ -53,21 +75,45 @@ const HITS: &str = concat!(
 );
 
 impl IntakeTx {
-    /// Takes the keys that nobody has, and returns those. Keys must be distinct.
+    /// Takes the keys that nobody has, and returns those.
     pub async fn take_keys(
         &mut self,
-        keys: &[Key],
+        wanted: &HashMap<Key, Applied>,
         life: Duration,
     ) -> Result<HashSet<Key>, StoreError> {
-        let (scopes, names) = columns(keys);
+        let (scopes, names) = columns(wanted.keys());
+        let counts: Vec<i32> = wanted.values().map(|a| a.retry_count).collect();
+        let digests: Vec<&[u8]> = wanted.values().map(|a| a.digest.as_slice()).collect();
         let query = sqlx::query_as(TAKE)
             .bind(&scopes)
             .bind(&names)
+            .bind(&counts)
+            .bind(&digests)
             .bind(millis(life));
         let taken: Vec<(String, String)> = self.tx.run(|c| query.fetch_all(c)).await?;
         Ok(taken
             .into_iter()
             .map(|(scope, key)| Key { scope, key })
+            .collect())
+    }
+
+    /// What taken keys were applied to.
+    pub async fn look_up_keys(
+        &mut self,
+        keys: &[&Key],
+    ) -> Result<HashMap<Key, Applied>, StoreError> {
+        let (scopes, names) = columns(keys.iter().copied());
+        let query = sqlx::query_as(LOOK_UP).bind(&scopes).bind(&names);
+        let rows: Vec<(String, String, i32, Vec<u8>)> = self.tx.run(|c| query.fetch_all(c)).await?;
+        Ok(rows
+            .into_iter()
+            .map(|(scope, key, retry_count, digest)| {
+                let applied = Applied {
+                    retry_count,
+                    digest,
+                };
+                (Key { scope, key }, applied)
+            })
             .collect())
     }
 
@@ -98,8 +144,8 @@ impl IntakeTx {
     }
 }
 
-fn columns(keys: &[Key]) -> (Vec<&str>, Vec<&str>) {
-    keys.iter()
+fn columns<'k>(keys: impl IntoIterator<Item = &'k Key>) -> (Vec<&'k str>, Vec<&'k str>) {
+    keys.into_iter()
         .map(|k| (k.scope.as_str(), k.key.as_str()))
         .unzip()
 }

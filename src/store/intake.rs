@@ -168,7 +168,7 @@ const INSERT: &str = concat!(
             first_failed_at, expires_at, policy, category, tenant_id, correlation_id, trace_id,
             priority)
         SELECT message_id, producer_id, payload, queue, properties, error, class, retry_count,
-               max_retries, free, LEAST(due_at, expires_at), reason, first_failed_at,
+               max_retries, free, GREATEST(LEAST(due_at, expires_at), now()), reason, first_failed_at,
                expires_at, policy, category, tenant, correlation_id, trace_id, priority
         FROM due
         ORDER BY message_id
@@ -192,7 +192,8 @@ const FAIL_AGAIN: &str = concat!(
             original_payload = d.payload, original_queue = d.queue, properties = d.properties,
             error_reason = d.error, error_class = d.class,
             retry_count = GREATEST(q.retry_count, d.retry_count), max_retries = d.max_retries,
-            free_attempt = d.free, next_retry_at = LEAST(d.due_at, q.expires_at),
+            free_attempt = d.free,
+            next_retry_at = GREATEST(LEAST(d.due_at, q.expires_at), now()),
             reason = d.reason, last_failed_at = now(), policy = d.policy, category = d.category,
             tenant_id = d.tenant, correlation_id = d.correlation_id, trace_id = d.trace_id,
             priority = d.priority

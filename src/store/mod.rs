@@ -35,6 +35,18 @@ const MIGRATION_LOCK: i64 = 0x7265_7472_795f_6d67;
 /// Others may be migrating a large table.
 const MIGRATION_DEADLINE: Duration = Duration::from_secs(3600);
 
+/// Writes nothing, and fails where writing would: on a read-only server, without
+/// the right to write, without our tables.
+const WRITES_NOTHING: &str = "
+    INSERT INTO retry_queue (message_id, original_payload, original_queue)
+        SELECT gen_random_uuid(), '', 'nowhere' WHERE FALSE;
+    UPDATE retry_queue SET status = status WHERE FALSE;
+    INSERT INTO retry_events (task_id, event_type, status, retry_count, max_retries,
+                              next_retry_at, instance)
+        SELECT 0, '', '', 0, 0, now(), '' WHERE FALSE;
+    INSERT INTO idempotency_keys (scope, key, expires_at, retry_count, digest)
+        SELECT '', '', now(), 0, '' WHERE FALSE";
+
 /// Reads nothing, and fails where migrations have not been applied: somebody
 /// else may be the one to apply them.
 const HAS_SCHEMA: &str = "SELECT FROM retry_queue, retry_events LIMIT 0";
@@ -141,7 +153,7 @@ impl Store {
     /// record and no table.
     pub async fn prove_durable(&self) -> Result<(), StoreError> {
         let mut tx = self.begin().await?;
-        tx.run(|c| sqlx::query(HAS_SCHEMA).execute(c)).await?;
+        tx.run(|c| sqlx::raw_sql(WRITES_NOTHING).execute(c)).await?;
         let probe =
             sqlx::query("SELECT pg_logical_emit_message(true, 'retry-scheduler', 'probe')::text");
         tx.run(|c| probe.execute(c)).await?;

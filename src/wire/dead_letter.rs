@@ -8,9 +8,19 @@ use lapin::{
     types::{AMQPValue, FieldTable},
 };
 
+use uuid::Uuid;
+
 use super::{headers, proto::RetryMessage, republish};
 
-pub(super) fn parse(body: &[u8], properties: &BasicProperties) -> Result<RetryMessage, String> {
+/// Namespace of the identities of dead letters that we have not seen before.
+const FIRST_DEATHS: Uuid = Uuid::from_u128(0x0d7e_51b0_3c1f_4f0a_9f5e_2b86_c1d4_7a39);
+
+/// The message and, beside it, its producer's own id. One event may have died in
+/// several queues: there its copies are messages of their own.
+pub(super) fn parse(
+    body: &[u8],
+    properties: &BasicProperties,
+) -> Result<(RetryMessage, Option<String>), String> {
     let headers = properties.headers().as_ref();
     let death = headers
         .and_then(|h| h.inner().get("x-death"))
@@ -26,18 +36,28 @@ pub(super) fn parse(body: &[u8], properties: &BasicProperties) -> Result<RetryMe
         .and_then(number)
         .and_then(|n| i32::try_from(n).ok())
         .map_or(0, |n| n.max(0));
-    let producer_id = || properties.message_id().as_ref().map(ToString::to_string);
-    Ok(RetryMessage {
-        message_id: ours(republish::RETRY_ID)
-            .or_else(producer_id)
-            .unwrap_or_default(),
+    let producer_id = properties.message_id().as_ref().map(ToString::to_string);
+    let first_death = |id: &String| {
+        let place = format!("{queue}\u{1f}{id}");
+        Uuid::new_v5(&FIRST_DEATHS, place.as_bytes()).to_string()
+    };
+    let (message_id, producer_id) = match ours(republish::RETRY_ID) {
+        Some(id) => (id, None),
+        None => (
+            producer_id.as_ref().map(first_death).unwrap_or_default(),
+            producer_id,
+        ),
+    };
+    let message = RetryMessage {
+        message_id,
         original_payload: body.to_vec(),
         error_reason: format!("dead-lettered from {queue}: {reason}"),
         original_queue: queue,
         retry_count,
         properties: Some(headers::from_amqp(properties)),
         ..RetryMessage::default()
-    })
+    };
+    Ok((message, producer_id))
 }
 
 fn text(table: &FieldTable, name: &str) -> Option<String> {
@@ -89,11 +109,20 @@ mod tests {
 
     #[test]
     fn a_first_death_is_understood_from_the_brokers_headers() {
-        let message = parse(b"body", &dead(vec![("x-death", in_queue("orders"))])).unwrap();
+        let in_orders = dead(vec![("x-death", in_queue("orders"))]);
+        let (message, producer_id) = parse(b"body", &in_orders).unwrap();
         assert_eq!(message.original_queue, "orders");
         assert_eq!(message.original_payload, b"body");
-        assert_eq!(message.message_id, "order-1");
+        assert_eq!(producer_id.as_deref(), Some("order-1"));
         assert_eq!(message.retry_count, 0);
+        let again = parse(b"body", &in_orders).unwrap().0;
+        assert_eq!(message.message_id, again.message_id);
+        let copy = dead(vec![("x-death", in_queue("audit"))]);
+        let copy = parse(b"body", &copy).unwrap().0;
+        assert_ne!(
+            message.message_id, copy.message_id,
+            "fan-out makes two messages"
+        );
         assert_eq!(message.error_reason, "dead-lettered from orders: rejected");
     }
 
@@ -104,7 +133,7 @@ mod tests {
             ("x-retry-id", AMQPValue::LongString("the-id".into())),
             ("x-retry-count", AMQPValue::LongLongInt(2)),
         ]);
-        let message = parse(b"", &properties).unwrap();
+        let message = parse(b"", &properties).unwrap().0;
         assert_eq!(message.message_id, "the-id");
         assert_eq!(message.retry_count, 2);
     }
@@ -126,7 +155,7 @@ mod tests {
             AMQPValue::LongString("three".into()),
         ] {
             let properties = dead(vec![("x-death", in_queue("q")), ("x-retry-count", count)]);
-            assert_eq!(parse(b"x", &properties).unwrap().retry_count, 0);
+            assert_eq!(parse(b"x", &properties).unwrap().0.retry_count, 0);
         }
     }
 }

@@ -76,10 +76,17 @@ pub struct Arrived {
 pub fn decode(arrived: Arrived, rules: &Rules, fresh: Uuid) -> NewTask {
     let Arrived { body, properties } = arrived;
     let understood = match rules.source {
-        Source::RetryMessages => parse(&body, &properties),
+        Source::RetryMessages => parse(&body, &properties).map(|message| (message, None)),
         Source::DeadLetters => dead_letter::parse(&body, &properties),
     };
-    match understood.and_then(|m| validate(m, rules, fresh)) {
+    let valid = understood.and_then(|(message, producer_id)| {
+        let task = validate(message, rules, fresh)?;
+        Ok(NewTask {
+            producer_id: producer_id.map(label).or(task.producer_id),
+            ..task
+        })
+    });
+    match valid {
         Ok(task) => task,
         Err(problem) => invalid(body, &properties, problem, rules, fresh),
     }
@@ -103,7 +110,7 @@ pub fn invalid(
         payload: body,
         queue: rules.intake_queue.clone(),
         properties: headers::from_amqp(properties).encode_to_vec(),
-        error: storable(problem),
+        error: storable(cut(&problem, MAX_ERROR_BYTES).to_owned()),
         class: ErrorClass::Final,
         terminal: false,
         retry_after: None,
@@ -175,7 +182,9 @@ fn validate(message: RetryMessage, rules: &Rules, fresh: Uuid) -> Result<NewTask
         Some(ms) if !(0..=LATEST_MS).contains(&ms) => {
             return Err(format!("retry_after_ms {ms} is out of range"));
         }
-        ms => ms.map(|ms| Duration::from_millis(ms.unsigned_abs())),
+        // A pause of nothing is no pause: it would go round at full speed.
+        Some(0) | None => None,
+        Some(ms) => Some(Duration::from_millis(ms.unsigned_abs())),
     };
     let (message_id, producer_id) = match policy.identity {
         Identity::MessageId => identify(message.message_id, fresh),

@@ -22,7 +22,7 @@ pub mod proto {
 }
 
 /// Text as Postgres takes it: NUL, which it refuses, made visible.
-fn storable(text: String) -> String {
+pub fn storable(text: String) -> String {
     if text.contains('\0') {
         text.replace('\0', "\u{2400}")
     } else {

@@ -13,7 +13,7 @@ use retry_scheduler::{
     wire::proto::{HeaderList, HeaderValue, Properties, RetryMessage, header_value::Kind},
 };
 
-use crate::support::{Bed, Received, breakable, disturb, eventually, message};
+use crate::support::{Bed, Process, Received, breakable, disturb, eventually, message};
 
 const PENDING: &str = "SELECT count(*) FROM retry_queue WHERE status = 'pending'";
 const RETRIED: &str = "SELECT count(*) FROM retry_queue WHERE status = 'retried'";
@@ -572,4 +572,23 @@ async fn what_postgres_refuses_goes_to_review_and_its_neighbours_are_stored() {
         inbox.take(2).await.into_iter().map(|r| r.body).collect();
     assert_eq!(back, [b"one".to_vec(), b"two".to_vec()].into());
     service.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn headers_nested_hundreds_deep_do_not_end_the_process() {
+    let bed = Bed::new().await;
+    let service = Process::spawn(bed.command());
+    service.until_ready().await;
+    let mut nested = lapin::types::AMQPValue::Void;
+    for _ in 0..300 {
+        nested = lapin::types::AMQPValue::FieldArray(vec![nested].into());
+    }
+    let mut headers = lapin::types::FieldTable::default();
+    headers.insert("deep".into(), nested);
+    let properties = lapin::BasicProperties::default().with_headers(headers);
+    bed.client.publish(&bed.intake(), b"\xff", properties).await;
+    let mut review = bed.client.consume(&bed.review()).await;
+    assert_eq!(review.next().await.review().reason, "invalid");
+    service.signal("TERM").await;
+    assert!(service.ended().await.0.success());
 }

@@ -208,8 +208,8 @@ async fn retention_removes_what_has_ended_each_after_its_own_time_and_never_what
     .await
     .unwrap();
     sqlx::query(
-        "INSERT INTO idempotency_keys (scope, key, expires_at)
-         SELECT 's', n::text, now() + (n - 2500) * interval '1 minute'
+        "INSERT INTO idempotency_keys (scope, key, retry_count, digest, expires_at)
+         SELECT 's', n::text, 0, '', now() + (n - 2500) * interval '1 minute'
          FROM generate_series(1, 5000) AS n",
     )
     .execute(&bed.db)
@@ -282,4 +282,67 @@ async fn an_expired_idempotency_key_may_be_used_again() {
     let hits =
         "SELECT count(*) FROM retry_events WHERE event_type = 'idempotency' AND detail = 'hit'";
     assert_eq!(bed.count(hits).await, 2);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_key_drops_only_what_is_provably_the_same_failure() {
+    let bed = Bed::new().await;
+    bed.migrate().await;
+    let store = Store::open(&bed.settings(), "test").unwrap();
+    let recorder = recorder(&bed, &store);
+    let id = Uuid::now_v7();
+    let failure = |payload: &str, retry_count: i32| Arrived {
+        body: RetryMessage {
+            message_id: id.to_string(),
+            original_payload: payload.into(),
+            original_queue: "q".into(),
+            retry_count,
+            idempotency_key: "one key for all".into(),
+            ..Default::default()
+        }
+        .encode_to_vec(),
+        properties: Default::default(),
+    };
+    recorder.record(vec![failure("a", 0)]).await.unwrap();
+    let claim = store.claim(10, 1 << 20).await.unwrap();
+    let end = Settlement::Retried { retry_count: 1 };
+    let task = claim.tasks[0].id;
+    claim.settle(&[(task, &end)]).await.unwrap();
+
+    // Said again: the same failure. Counted up: the next one.
+    recorder.record(vec![failure("a", 0)]).await.unwrap();
+    let pending = "SELECT count(*) FROM retry_queue WHERE status = 'pending'";
+    assert_eq!(bed.count(pending).await, 0);
+    recorder.record(vec![failure("a", 1)]).await.unwrap();
+    assert_eq!(bed.count(pending).await, 1);
+    // Another message under the same key is not dropped but shown to people.
+    recorder.record(vec![failure("b", 0)]).await.unwrap();
+    let conflicts = "SELECT count(*) FROM retry_queue
+                     WHERE reason = 'conflict' AND original_payload = 'b'";
+    assert_eq!(bed.count(conflicts).await, 1);
+    let hits =
+        "SELECT count(*) FROM retry_events WHERE event_type = 'idempotency' AND detail = 'hit'";
+    assert_eq!(bed.count(hits).await, 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_expired_and_cannot_be_sent_waits_like_all_else() {
+    let bed = Bed::new().await;
+    bed.migrate().await;
+    let store = Store::open(&bed.settings(), "test").unwrap();
+    sqlx::query(
+        "INSERT INTO retry_queue (message_id, original_payload, original_queue, expires_at)
+         VALUES (gen_random_uuid(), '', 'q', now() - interval '1 hour')",
+    )
+    .execute(&bed.db)
+    .await
+    .unwrap();
+    let claim = store.claim(10, 1 << 20).await.unwrap();
+    assert!(claim.tasks[0].expired);
+    let end = Settlement::Deferred {
+        delay: Duration::from_secs(60),
+    };
+    let id = claim.tasks[0].id;
+    claim.settle(&[(id, &end)]).await.unwrap();
+    assert_eq!(store.claim(10, 1 << 20).await.unwrap().tasks.len(), 0);
 }

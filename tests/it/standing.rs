@@ -338,3 +338,71 @@ async fn the_order_of_starting_does_not_matter() {
     round_trip(&bed, &mut inbox, &queue).await;
     service.stop().await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_broker_that_dies_under_its_own_alarm_is_found_again() {
+    let stack = breakable().await;
+    let mut bed = Bed::on(&stack).await;
+    bed.set("CONFIRM_TIMEOUT_MS", "1000")
+        .set("BROKER_TIMEOUT_MS", "2000");
+    let queue = bed.declare("later").await;
+    let service = bed.start().await;
+    disturb(|| stack.rabbitmq.raise_memory_alarm());
+    bed.insert_one(&queue, b"caught in the alarm").await;
+    service.until_down("publisher").await;
+    disturb(|| stack.rabbitmq.kill());
+    disturb(|| stack.rabbitmq.start_again());
+    service.until_ready().await;
+    bed.until_count(
+        "SELECT count(*) FROM retry_queue WHERE status = 'retried'",
+        1,
+    )
+    .await;
+    service.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_queue_that_does_not_confirm_holds_up_no_other_and_is_not_flooded() {
+    let stack = breakable().await;
+    let mut bed = Bed::on(&stack).await;
+    bed.set("CONFIRM_TIMEOUT_MS", "1000")
+        .set("MAX_DELAY_MS", "600000")
+        .set("DISPATCH_BATCH", "50");
+    let (stuck, healthy) = (bed.declare("stuck").await, bed.declare("healthy").await);
+    bed.migrate().await;
+    let process = format!(
+        "{{ok, Q}} = rabbit_amqqueue:lookup(rabbit_misc:r(<<\"/\">>, queue, <<\"{stuck}\">>)),
+         sys:ACT(amqqueue:get_pid(Q))."
+    );
+    let eval = |act: &str| {
+        let expression = process.replace("ACT", act);
+        disturb(|| stack.rabbitmq.ctl(&["eval", &expression]));
+    };
+    eval("suspend");
+    bed.insert_due(&stuck, 120).await;
+    bed.insert_due(&healthy, 5).await;
+    let mut inbox = bed.client.consume(&healthy).await;
+    let service = bed.start().await;
+    inbox.take(5).await;
+    bed.until_count(
+        "SELECT count(*) FROM retry_events WHERE event_type = 'deferred'",
+        120,
+    )
+    .await;
+    eval("resume");
+    let mut arrived = std::collections::HashMap::<String, u32>::new();
+    for back in bed.client.consume(&stuck).await.take(120).await {
+        *arrived.entry(back.id()).or_default() += 1;
+    }
+    assert_eq!(
+        arrived.len(),
+        120,
+        "each once: what was not confirmed is not sent again soon"
+    );
+    assert_eq!(
+        bed.count("SELECT max(retry_count)::bigint FROM retry_queue WHERE status = 'pending'")
+            .await,
+        0
+    );
+    service.stop().await;
+}
