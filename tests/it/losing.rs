@@ -46,7 +46,8 @@ async fn cancelled_after<F: Future>(waits: usize, work: F) -> Option<F::Output> 
 async fn a_transaction_cancelled_anywhere_leaves_no_open_one_in_the_pool() {
     let mut bed = Bed::new().await;
     // Postgres's own limit on idle transactions must not come to the rescue.
-    bed.set("DATABASE_POOL_SIZE", "2")
+    bed.set("DISPATCH_WORKERS", "1")
+        .set("DATABASE_POOL_SIZE", "3")
         .set("CONFIRM_TIMEOUT_MS", "3600000");
     bed.migrate().await;
     bed.insert_due("nowhere", 50).await;
@@ -88,7 +89,8 @@ async fn a_begin_that_timed_out_swallows_no_later_write() {
     let mut bed = Bed::new().await;
     let proxy = bed.proxy_postgres().await;
     bed.set("DATABASE_TIMEOUT_MS", "1000")
-        .set("DATABASE_POOL_SIZE", "2");
+        .set("DISPATCH_WORKERS", "1")
+        .set("DATABASE_POOL_SIZE", "3");
     let queue = bed.declare("target").await;
     let service = bed.start().await;
     let messages: Vec<_> = (0..20).map(|n| message(&queue, format!("{n}"))).collect();
