@@ -22,7 +22,11 @@ use std::{path::PathBuf, process::ExitCode, time::Instant};
 use anyhow::Context;
 use clap::Parser;
 
-use crate::{field::Field, report::Report, scenarios::Scenario};
+use crate::{
+    field::Field,
+    report::Report,
+    scenarios::{Scenario, versus},
+};
 
 /// Measure retry-scheduler: how fast, how punctual, how large.
 ///
@@ -42,8 +46,8 @@ Examples:
                                                   all of it: hours of minutes and ~10 GB of disk
   cargo dev bench --only throughput --rounds 9    one scenario, more rounds
   cargo dev bench --set DISPATCH_WORKERS=4        another setting
-  cargo dev bench --binary /tmp/old/retry-scheduler
-                                                  another build, to compare with
+  cargo dev bench --versus DISPATCH_WORKERS=4 --versus /tmp/old/retry-scheduler
+                                                  two changes, each against none, in one run
 
 The floors:
   relay    consumes, publishes with confirms, acknowledges: the same queues,
@@ -75,6 +79,10 @@ pub struct Args {
     /// Write the table as Markdown
     #[arg(long, value_name = "FILE")]
     markdown: Option<PathBuf>,
+    /// Measure nothing but this change against none: NAME=VALUE,..., a binary's
+    /// path, or sql:STATEMENT for the tables; may be given several times
+    #[arg(long, value_name = "CHANGE", conflicts_with = "only")]
+    versus: Vec<String>,
     /// A setting of retry-scheduler, for all scenarios
     #[arg(long, value_name = "NAME=VALUE")]
     set: Vec<String>,
@@ -121,9 +129,13 @@ async fn interrupted() {
 
 async fn bench(args: Args) -> anyhow::Result<()> {
     let started = Instant::now();
-    let chosen = Scenario::chosen(&args.only, args.full);
+    let mut chosen = Scenario::chosen(&args.only, args.full);
     let mut field = Field::open(&args).await?;
     let mut report = Report::new(&field, args.full);
+    if !args.versus.is_empty() {
+        chosen.clear();
+        report.add(versus::run(&mut field, &args.versus).await?);
+    }
     for scenario in chosen {
         let findings = scenario
             .run(&mut field)

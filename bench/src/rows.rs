@@ -75,6 +75,13 @@ impl Rows {
         Ok(())
     }
 
+    /// Runs a statement with a schema's tables.
+    pub async fn run_in(&self, schema: &str, sql: &str) -> anyhow::Result<()> {
+        let sql = format!("SET LOCAL search_path = {schema}; {sql}");
+        self.execute(sql).await?;
+        Ok(())
+    }
+
     /// Waits until nothing is due: the last rows are settled a moment after
     /// their messages arrive.
     pub async fn until_settled(&self, schema: &str) -> anyhow::Result<()> {

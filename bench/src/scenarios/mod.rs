@@ -7,6 +7,7 @@ mod footprint;
 mod growth;
 mod instances;
 mod throughput;
+pub mod versus;
 
 use clap::ValueEnum;
 
