@@ -231,12 +231,12 @@ impl Field {
         for way in ways {
             self.race(way, warm_up, inbox).await?;
         }
-        let mut rates = vec![vec![0.0; rounds]; ways.len()];
+        let mut rates = vec![Vec::with_capacity(rounds); ways.len()];
         for round in 0..rounds {
             progress(&format!("{name}: round {} of {rounds}", round + 1));
             for turn in 0..ways.len() {
                 let index = (turn + round) % ways.len();
-                rates[index][round] = self.race(&ways[index], load, inbox).await?;
+                rates[index].push(self.race(&ways[index], load, inbox).await?);
             }
         }
         Ok(rates)

@@ -43,7 +43,7 @@ use crate::{
 Examples:
   cargo dev bench                                 the quick form: under three minutes
   cargo dev bench --full --json b.json --plot b.svg
-                                                  all of it: hours of minutes and ~10 GB of disk
+                                                  all of it: an hour or more, some 20 GB of disk
   cargo dev bench --only throughput --rounds 9    one scenario, more rounds
   cargo dev bench --set DISPATCH_WORKERS=4        another setting
   cargo dev bench --versus DISPATCH_WORKERS=4 --versus /tmp/old/retry-scheduler
