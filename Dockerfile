@@ -5,13 +5,16 @@ FROM rust:${RUST_VERSION}-slim-bookworm AS build
 WORKDIR /src
 
 # The dependencies are a layer of their own, built around empty sources: they are
-# compiled again only when a manifest or the lock file changes. The member
-# devstack is never built here, but the workspace does not load without it.
+# compiled again only when a manifest or the lock file changes. The members
+# bench and devstack are never built here, but the workspace does not load
+# without them.
 COPY Cargo.toml Cargo.lock ./
+COPY bench/Cargo.toml bench/
 COPY devstack/Cargo.toml devstack/
-RUN mkdir src devstack/src \
+RUN mkdir src bench/src devstack/src \
     && echo 'fn main() {}' > src/main.rs \
     && cp src/main.rs build.rs \
+    && cp src/main.rs bench/src/main.rs \
     && touch src/lib.rs devstack/src/lib.rs \
     && cargo build --release --locked --bin retry-scheduler
 

@@ -60,7 +60,9 @@ macro_rules! within_budget {
     };
 }
 
-const CLAIM: &str = concat!(
+/// Claims the oldest that are due: `$1` rows at most, `$2` bytes of payload.
+/// Public for those who want to see its plan.
+pub const CLAIM: &str = concat!(
     "WITH ",
     oldest!(),
     ", due AS (

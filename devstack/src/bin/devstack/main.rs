@@ -30,8 +30,8 @@ struct Arguments {
 const AFTER_HELP: &str = "\
 Environment:
   DEVSTACK_DIR           where data and logs are kept [default: .devstack in the workspace]
-  DATABASE_URL           use this Postgres instead of starting one (up, demo)
-  RABBITMQ_URL           use this RabbitMQ instead of starting one (up, demo)
+  DATABASE_URL           use this Postgres instead of starting one (up, demo, bench)
+  RABBITMQ_URL           use this RabbitMQ instead of starting one (up, demo, bench)
   HTTP_PORT              the port of the service [default: 8086, or a free one]
   DEVSTACK_POSTGRES_BIN  the directory of the Postgres programs to use
 
@@ -54,6 +54,8 @@ enum Command {
     Test(Passed),
     /// Show the service at work
     Demo(Passed),
+    /// Measure the service against what the broker can do without it
+    Bench(Passed),
 }
 
 #[derive(clap::Args)]
@@ -80,7 +82,11 @@ fn run(command: Command) -> Result<u8> {
         Command::Up { release, args } => up::run(&workspace, release, &args),
         Command::Send(passed) => send(&workspace, &passed.args),
         Command::Test(passed) => test(&workspace, &passed.args),
-        Command::Demo(passed) => with_services(&workspace, &["--example", "demo"], &passed.args),
+        Command::Demo(passed) => {
+            let demo = ["--package", "retry-scheduler", "--example", "demo"];
+            with_services(&workspace, "dev", &demo, &passed.args)
+        }
+        Command::Bench(passed) => bench(&workspace, &passed.args),
     }
 }
 
@@ -99,16 +105,38 @@ fn test(workspace: &Workspace, args: &[String]) -> Result<u8> {
     Ok(exit_code(interrupts.wait(&mut tests, || {})?))
 }
 
+/// The service is built by itself first: together with other packages it might get features that it is not shipped with.
+fn bench(workspace: &Workspace, args: &[String]) -> Result<u8> {
+    if !asks_for_help(args) {
+        let mut build = workspace.cargo(&["build", "--release", "--package", "retry-scheduler"]);
+        let built = build.args(["--bin", "retry-scheduler"]).status();
+        let built = built.context("Failed to run cargo")?;
+        if !built.success() {
+            return Ok(exit_code(built));
+        }
+    }
+    with_services(workspace, "release", &["--package", "bench"], args)
+}
+
+fn asks_for_help(args: &[String]) -> bool {
+    args.iter().any(|arg| arg == "--help" || arg == "-h")
+}
+
 /// Runs what `cargo run <target>` names with the addresses of both services. For its help, nothing is started.
-fn with_services(workspace: &Workspace, target: &[&str], args: &[String]) -> Result<u8> {
-    let mut command = workspace.cargo(&["run", "--package", "retry-scheduler"]);
+fn with_services(
+    workspace: &Workspace,
+    profile: &str,
+    target: &[&str],
+    args: &[String],
+) -> Result<u8> {
+    let mut command = workspace.cargo(&["run", "--profile", profile]);
     command.args(target).arg("--").args(args);
-    if args.iter().any(|arg| arg == "--help" || arg == "-h") {
+    if asks_for_help(args) {
         return Err(command.exec()).context("Failed to run cargo");
     }
     let interrupts = Interrupts::catch()?;
     let lock = workspace.lock()?;
-    let surroundings = Surroundings::start(workspace, "dev")?;
+    let surroundings = Surroundings::start(workspace, profile)?;
     command.envs(surroundings.variables());
     let mut program = Foreground::start(&mut command, Some(&lock))?;
     Ok(exit_code(interrupts.wait(&mut program, || {})?))

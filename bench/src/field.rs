@@ -1,0 +1,336 @@
+//! Where everything stands: both services, the ends of the way, and how to run.
+
+use std::{
+    cell::Cell,
+    io::{IsTerminal, Write},
+    path::PathBuf,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, ensure};
+use lapin::{
+    Channel, Connection, ConnectionProperties,
+    options::{QueueDeclareOptions, QueueDeleteOptions},
+    types::FieldTable,
+};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+};
+use url::Url;
+
+use crate::{
+    Args,
+    inbox::{Arrived, Inbox},
+    producer::{Load, Producer, Shape},
+    rows::Rows,
+    scheduler::{Scheduler, Setup},
+};
+
+/// The relay's queue.
+pub const RELAY: &str = "bench.relay";
+
+/// The queue whose messages expire into the first target.
+pub const DELAY: &str = "bench.delay";
+
+/// The queues that messages go back to.
+pub fn target(number: u32) -> String {
+    format!("bench.target.{number}")
+}
+
+/// A schema and an intake queue: what one set of instances shares.
+#[derive(Clone, Debug)]
+pub struct Lane {
+    pub schema: String,
+    pub intake: String,
+}
+
+impl Lane {
+    pub fn named(name: &str) -> Self {
+        Self {
+            schema: format!("bench_{name}"),
+            intake: format!("bench.intake.{name}"),
+        }
+    }
+}
+
+/// A way from the producer to the inbox.
+pub struct Way {
+    /// Where messages are published.
+    pub entry: String,
+    pub shape: Shape,
+    /// Ours: a run is over when its rows are settled, too.
+    pub lane: Option<Lane>,
+}
+
+impl Way {
+    pub fn through(lane: &Lane) -> Self {
+        Self {
+            entry: lane.intake.clone(),
+            shape: Shape::RetryMessage,
+            lane: Some(lane.clone()),
+        }
+    }
+
+    pub fn relay() -> Self {
+        Self {
+            entry: RELAY.into(),
+            shape: Shape::RetryMessage,
+            lane: None,
+        }
+    }
+
+    pub fn delay_queue() -> Self {
+        Self {
+            entry: DELAY.into(),
+            shape: Shape::Payload,
+            lane: None,
+        }
+    }
+}
+
+/// Everything a scenario needs.
+pub struct Field {
+    pub full: bool,
+    rounds: Option<usize>,
+    pub setup: Setup,
+    pub rows: Rows,
+    pub producer: Producer,
+    /// For queues, and for nothing that could close it.
+    pub channel: Channel,
+    /// The name and version of the broker.
+    pub broker: String,
+    sending: Connection,
+    receiving: Connection,
+    runs: Cell<u32>,
+    queues: Vec<String>,
+    schemas: Vec<String>,
+}
+
+impl Field {
+    pub async fn open(args: &Args) -> anyhow::Result<Self> {
+        let given = |name| std::env::var(name).ok().filter(|value| !value.is_empty());
+        let missing = "DATABASE_URL and RABBITMQ_URL say where to run; `cargo dev bench` sets them";
+        let setup = Setup {
+            binary: binary(args)?,
+            database_url: given("DATABASE_URL").context(missing)?,
+            rabbitmq_url: given("RABBITMQ_URL").context(missing)?,
+            settings: args
+                .set
+                .iter()
+                .map(|pair| setting(pair))
+                .collect::<Result<_, _>>()?,
+        };
+        let sending = connect(&setup.rabbitmq_url).await?;
+        let receiving = connect(&setup.rabbitmq_url).await?;
+        Ok(Self {
+            full: args.full,
+            rounds: args.rounds,
+            rows: Rows::open(&setup.database_url).await?,
+            producer: Producer::open(&sending).await?,
+            channel: sending.create_channel().await?,
+            broker: broker_version(&setup.rabbitmq_url).await?,
+            setup,
+            sending,
+            receiving,
+            runs: Cell::new(0),
+            queues: Vec::new(),
+            schemas: Vec::new(),
+        })
+    }
+
+    /// Rounds in the quick form; more in the full one.
+    pub fn rounds(&self, quick: usize) -> usize {
+        let default = if self.full { 7 } else { quick };
+        self.rounds.unwrap_or(default).max(1)
+    }
+
+    /// One number for the quick form, another for the full one.
+    pub fn pick<T>(&self, quick: T, full: T) -> T {
+        if self.full { full } else { quick }
+    }
+
+    /// An empty schema and an empty intake queue.
+    pub async fn lane(&mut self, name: &str) -> anyhow::Result<Lane> {
+        let lane = Lane::named(name);
+        self.rows.empty_schema(&lane.schema).await?;
+        self.schemas.push(lane.schema.clone());
+        self.queue(&lane.intake, FieldTable::default()).await?;
+        self.queue(&format!("{}.review", lane.intake), FieldTable::default())
+            .await?;
+        Ok(lane)
+    }
+
+    /// An empty queue.
+    pub async fn queue(&mut self, name: &str, arguments: FieldTable) -> anyhow::Result<()> {
+        delete(&self.channel, name).await?;
+        self.queues.push(name.to_owned());
+        declare(&self.channel, name, arguments).await
+    }
+
+    /// An inbox for the first `count` targets, which are made empty.
+    pub async fn inbox(&mut self, count: u32) -> anyhow::Result<Inbox> {
+        self.inbox_of(0..count).await
+    }
+
+    /// An inbox for some targets, which are made empty.
+    pub async fn inbox_of(&mut self, numbers: std::ops::Range<u32>) -> anyhow::Result<Inbox> {
+        let queues: Vec<String> = numbers.map(target).collect();
+        for queue in &queues {
+            self.queue(queue, FieldTable::default()).await?;
+        }
+        Inbox::open(&self.receiving, &queues).await
+    }
+
+    /// Starts a scheduler on a lane.
+    pub async fn scheduler(
+        &self,
+        lane: &Lane,
+        settings: &[(&str, &str)],
+    ) -> anyhow::Result<Scheduler> {
+        Scheduler::start(&self.setup, &lane.schema, &lane.intake, settings).await
+    }
+
+    /// A number that no other run has.
+    pub fn run(&self) -> u32 {
+        self.runs.update(|runs| runs + 1);
+        self.runs.get()
+    }
+
+    /// Sends a load one way: messages a second, from the first publish to the
+    /// last arrival.
+    pub async fn race(&self, way: &Way, load: Load, inbox: &mut Inbox) -> anyhow::Result<f64> {
+        let run = self.run();
+        let started = Instant::now();
+        let ((), Arrived { last, .. }) = tokio::try_join!(
+            self.producer.send(&way.entry, way.shape, run, load),
+            inbox.collect(run, load.count)
+        )?;
+        let seconds = last.duration_since(started).as_secs_f64();
+        if let Some(lane) = &way.lane {
+            self.rows.until_settled(&lane.schema).await?;
+        }
+        inbox.nothing_more()?;
+        Ok(f64::from(load.count) / seconds)
+    }
+
+    /// Sends a load each way in turn, beginning with another one each round: the
+    /// rates of each way.
+    pub async fn races(
+        &self,
+        name: &str,
+        ways: &[Way],
+        load: Load,
+        rounds: usize,
+        inbox: &mut Inbox,
+    ) -> anyhow::Result<Vec<Vec<f64>>> {
+        let warm_up = Load {
+            count: (load.count / 10).max(1),
+            ..load
+        };
+        for way in ways {
+            self.race(way, warm_up, inbox).await?;
+        }
+        let mut rates = vec![Vec::with_capacity(rounds); ways.len()];
+        for round in 0..rounds {
+            progress(&format!("{name}: round {} of {rounds}", round + 1));
+            for turn in 0..ways.len() {
+                let index = (turn + round) % ways.len();
+                rates[index].push(self.race(&ways[index], load, inbox).await?);
+            }
+        }
+        Ok(rates)
+    }
+
+    /// Removes what was made.
+    pub async fn close(mut self) -> anyhow::Result<()> {
+        progress("");
+        for queue in std::mem::take(&mut self.queues) {
+            delete(&self.channel, &queue).await?;
+        }
+        for schema in std::mem::take(&mut self.schemas) {
+            self.rows.drop_schema(&schema).await?;
+        }
+        let goodbye = async {
+            let _ = self.receiving.close(200, "measured".into()).await;
+            let _ = self.sending.close(200, "measured".into()).await;
+        };
+        let _ = tokio::time::timeout(Duration::from_secs(2), goodbye).await;
+        Ok(())
+    }
+}
+
+/// Built into the same directory as this program.
+fn binary(args: &Args) -> anyhow::Result<PathBuf> {
+    let binary = match &args.binary {
+        Some(path) => path.clone(),
+        None => std::env::current_exe()?.with_file_name("retry-scheduler"),
+    };
+    ensure!(
+        binary.is_file(),
+        "{} is not there; `cargo dev bench` builds it",
+        binary.display()
+    );
+    Ok(binary)
+}
+
+fn setting(pair: &str) -> anyhow::Result<(String, String)> {
+    let (name, value) = pair.split_once('=').context("--set wants NAME=VALUE")?;
+    Ok((name.to_owned(), value.to_owned()))
+}
+
+async fn connect(url: &str) -> anyhow::Result<Connection> {
+    let properties = ConnectionProperties::default().with_connection_name("bench".into());
+    let connecting = Connection::connect(url, properties);
+    tokio::time::timeout(Duration::from_secs(30), connecting)
+        .await
+        .context("RabbitMQ does not answer")?
+        .context("connecting to RabbitMQ (RABBITMQ_URL)")
+}
+
+/// The broker's first frame names its version, in clear text if it has no TLS.
+async fn broker_version(url: &str) -> anyhow::Result<String> {
+    const KEY: &[u8] = b"\x07versionS\0\0\0";
+    let url = Url::parse(url).context("RABBITMQ_URL")?;
+    let host = url.host_str().unwrap_or("localhost");
+    let mut stream = TcpStream::connect((host, url.port().unwrap_or(5672))).await?;
+    stream.write_all(b"AMQP\0\0\x09\x01").await?;
+    let mut frame = vec![0; 4096];
+    let read = tokio::time::timeout(Duration::from_secs(5), stream.read(&mut frame)).await??;
+    let frame = &frame[..read];
+    let version = frame
+        .windows(KEY.len())
+        .position(|at| at == KEY)
+        .and_then(|at| {
+            let (length, text) = frame[at + KEY.len()..].split_first()?;
+            text.get(..usize::from(*length))
+        });
+    let version = String::from_utf8_lossy(version.unwrap_or_default());
+    Ok(format!("RabbitMQ {version}"))
+}
+
+async fn declare(channel: &Channel, name: &str, arguments: FieldTable) -> anyhow::Result<()> {
+    let declared = channel.queue_declare(name.into(), QueueDeclareOptions::durable(), arguments);
+    declared
+        .await
+        .with_context(|| format!("declaring {name}"))?;
+    Ok(())
+}
+
+async fn delete(channel: &Channel, name: &str) -> anyhow::Result<()> {
+    let deleted = channel.queue_delete(name.into(), QueueDeleteOptions::default());
+    deleted.await.with_context(|| format!("deleting {name}"))?;
+    Ok(())
+}
+
+/// Says what is going on: one line that is written anew on a terminal, a line
+/// each elsewhere. Nothing takes it away.
+pub fn progress(text: &str) {
+    let mut to = std::io::stderr();
+    let _ = match (to.is_terminal(), text) {
+        (true, _) => write!(to, "\r\x1b[2K{text}"),
+        (false, "") => Ok(()),
+        (false, _) => writeln!(to, "{text}"),
+    };
+    let _ = to.flush();
+}

@@ -1,0 +1,152 @@
+//! The floors: what the same messages cost without us.
+
+use std::{
+    process::{Child, Command, Stdio},
+    time::Duration,
+};
+
+use anyhow::{Context, bail, ensure};
+use futures::StreamExt;
+use lapin::{
+    BasicProperties, Channel, Confirmation, Connection, ConnectionProperties,
+    message::Delivery,
+    options::{
+        BasicAckOptions, BasicConsumeOptions, BasicPublishOptions, BasicQosOptions,
+        ConfirmSelectOptions, QueueDeclareOptions,
+    },
+    types::{AMQPValue, FieldTable},
+};
+use prost::Message;
+use retry_scheduler::wire::proto::RetryMessage;
+use tokio::time::{Instant, sleep, timeout_at};
+
+use crate::field::{RELAY, target};
+
+/// As retry-scheduler's defaults: two publishers, a window of 1,000 deliveries
+/// in all, batches of 500 that wait 5 ms for more.
+const WORKERS: u16 = 2;
+const PREFETCH: u16 = 500;
+const BATCH: usize = 500;
+const LINGER: Duration = Duration::from_millis(5);
+
+/// The relay as a process. Dropped, it is killed.
+pub struct Relay {
+    child: Child,
+}
+
+impl Relay {
+    /// Starts it; returns when it has subscribed.
+    pub async fn start(rabbitmq_url: &str, channel: &Channel) -> anyhow::Result<Self> {
+        let child = Command::new(std::env::current_exe()?)
+            .args(["--relay", RELAY])
+            .env("RABBITMQ_URL", rabbitmq_url)
+            .stdin(Stdio::null())
+            .spawn()
+            .context("starting the relay")?;
+        let relay = Self { child };
+        for _ in 0..1000 {
+            let passive = QueueDeclareOptions {
+                passive: true,
+                ..QueueDeclareOptions::default()
+            };
+            let queue = channel.queue_declare(RELAY.into(), passive, FieldTable::default());
+            if queue.await?.consumer_count() == u32::from(WORKERS) {
+                return Ok(relay);
+            }
+            sleep(Duration::from_millis(10)).await;
+        }
+        bail!("the relay does not subscribe");
+    }
+}
+
+impl Drop for Relay {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Is the relay, until killed.
+pub async fn relay(queue: &str) -> anyhow::Result<()> {
+    let url = std::env::var("RABBITMQ_URL").context("RABBITMQ_URL")?;
+    let workers = (0..WORKERS).map(|_| relay_worker(&url, queue));
+    futures::future::try_join_all(workers).await?;
+    Ok(())
+}
+
+/// Separate connections to consume and to publish, as ours.
+async fn relay_worker(url: &str, queue: &str) -> anyhow::Result<()> {
+    let incoming = Connection::connect(url, ConnectionProperties::default()).await?;
+    let outgoing = Connection::connect(url, ConnectionProperties::default()).await?;
+    let publisher = outgoing.create_channel().await?;
+    publisher
+        .confirm_select(ConfirmSelectOptions::default())
+        .await?;
+    let channel = incoming.create_channel().await?;
+    channel
+        .basic_qos(PREFETCH, BasicQosOptions::default())
+        .await?;
+    let mut deliveries = channel
+        .basic_consume(
+            queue.into(),
+            "".into(),
+            BasicConsumeOptions::default(),
+            FieldTable::default(),
+        )
+        .await?;
+    while let Some(first) = deliveries.next().await {
+        let mut batch = vec![first?];
+        let deadline = Instant::now() + LINGER;
+        while batch.len() < BATCH {
+            match timeout_at(deadline, deliveries.next()).await {
+                Ok(Some(delivery)) => batch.push(delivery?),
+                Ok(None) | Err(_) => break,
+            }
+        }
+        pass_on(&publisher, &batch).await?;
+        if let Some(last) = batch.last() {
+            last.ack(BasicAckOptions { multiple: true }).await?;
+        }
+    }
+    bail!("RabbitMQ ended the relay's subscription")
+}
+
+async fn pass_on(publisher: &Channel, batch: &[Delivery]) -> anyhow::Result<()> {
+    let mut confirms = Vec::with_capacity(batch.len());
+    for delivery in batch {
+        let message = RetryMessage::decode(delivery.data.as_slice())?;
+        let properties = BasicProperties::default()
+            .with_delivery_mode(2)
+            .with_message_id(message.message_id.into());
+        let published = publisher.basic_publish(
+            "".into(),
+            message.original_queue.into(),
+            BasicPublishOptions {
+                mandatory: true,
+                ..BasicPublishOptions::default()
+            },
+            &message.original_payload,
+            properties,
+        );
+        confirms.push(published.await?);
+    }
+    for confirm in confirms {
+        let confirmation = confirm.await?;
+        ensure!(
+            matches!(confirmation, Confirmation::Ack(None)),
+            "the relay's message was not taken"
+        );
+    }
+    Ok(())
+}
+
+/// The arguments of a queue whose messages go to the first target after a
+/// millisecond.
+pub fn into_first_target() -> FieldTable {
+    let mut arguments = FieldTable::default();
+    arguments.insert("x-message-ttl".into(), AMQPValue::LongInt(1));
+    let text = |text: String| AMQPValue::LongString(text.into());
+    arguments.insert("x-dead-letter-exchange".into(), text(String::new()));
+    arguments.insert("x-dead-letter-routing-key".into(), text(target(0)));
+    arguments
+}

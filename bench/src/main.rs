@@ -1,0 +1,163 @@
+//! `cargo dev bench`: retry-scheduler measured against what the broker can do
+//! without it.
+//!
+//! In reading order: [`field`] is where everything stands; [`scheduler`] and
+//! [`floor`] are what is measured, each a process of its own; [`producer`] and
+//! [`inbox`] are the two ends of a message's way; [`rows`] asks Postgres;
+//! [`scenarios`] measure; [`finding`], [`report`] and [`plot`] tell.
+
+mod field;
+mod finding;
+mod floor;
+mod inbox;
+mod plot;
+mod producer;
+mod report;
+mod rows;
+mod scenarios;
+mod scheduler;
+
+use std::{path::PathBuf, process::ExitCode, time::Instant};
+
+use anyhow::Context;
+use clap::Parser;
+
+use crate::{
+    field::Field,
+    report::Report,
+    scenarios::{Scenario, versus},
+};
+
+/// Measure retry-scheduler: how fast, how punctual, how large.
+///
+/// Runs the release binary as its own process between a real RabbitMQ and a
+/// real Postgres. Each scenario is measured against its own floor in the same
+/// run, taking turns, for several rounds: machines differ and have moods, and
+/// what a ratio says outlives both. Shown are the median and, in brackets, the
+/// least and the most; "reach" is the aim.
+#[derive(Debug, Parser)]
+#[command(
+    name = "cargo dev bench",
+    bin_name = "cargo dev bench",
+    after_help = "\
+Examples:
+  cargo dev bench                                 the quick form: under three minutes
+  cargo dev bench --full --json b.json --plot b.svg
+                                                  all of it: an hour or more, some 20 GB of disk
+  cargo dev bench --only throughput --rounds 9    one scenario, more rounds
+  cargo dev bench --set DISPATCH_WORKERS=4        another setting
+  cargo dev bench --versus DISPATCH_WORKERS=4 --versus /tmp/old/retry-scheduler
+                                                  two changes, each against none, in one run
+
+The floors:
+  relay    consumes, publishes with confirms, acknowledges: the same queues,
+           connections, batches and messages, but no database
+  TTL/DLX  a RabbitMQ queue whose messages expire into their target queue
+
+Exit status: 0 when everything could be measured, whatever the numbers are; 1
+when it could not, or when a message was lost or came twice.
+
+It uses DATABASE_URL and RABBITMQ_URL, there only the schemas bench_* and the
+queues bench.*, and removes them when it ends."
+)]
+pub struct Args {
+    /// The full form: larger, longer, more scenarios
+    #[arg(long)]
+    full: bool,
+    /// Run only this scenario; may be given several times
+    #[arg(long, value_enum, value_name = "NAME")]
+    only: Vec<Scenario>,
+    /// Rounds of each scenario [default: 3 to 5, in the full form 7]
+    #[arg(long)]
+    rounds: Option<usize>,
+    /// Write everything that was measured, each round of it, as JSON
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Draw the findings as SVG
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
+    /// Write the table as Markdown
+    #[arg(long, value_name = "FILE")]
+    markdown: Option<PathBuf>,
+    /// Measure nothing but this change against none: NAME=VALUE,..., a binary's
+    /// path, or sql:STATEMENT for the tables; may be given several times
+    #[arg(long, value_name = "CHANGE", conflicts_with = "only")]
+    versus: Vec<String>,
+    /// A setting of retry-scheduler, for all scenarios
+    #[arg(long, value_name = "NAME=VALUE")]
+    set: Vec<String>,
+    /// The retry-scheduler to measure [default: the one built beside this program]
+    #[arg(long, value_name = "FILE")]
+    binary: Option<PathBuf>,
+    /// Be the relay: for this program's own use
+    #[arg(long, hide = true, num_args = 1)]
+    relay: Option<String>,
+}
+
+#[tokio::main]
+async fn main() -> ExitCode {
+    let args = Args::parse();
+    if let Some(queue) = &args.relay {
+        return exit(floor::relay(queue).await);
+    }
+    tokio::select! {
+        ended = bench(args) => exit(ended),
+        () = interrupted() => ExitCode::from(130),
+    }
+}
+
+fn exit(ended: anyhow::Result<()>) -> ExitCode {
+    match ended {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("bench: {e:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+async fn interrupted() {
+    use tokio::signal::unix::{SignalKind, signal};
+    let Ok(mut terminate) = signal(SignalKind::terminate()) else {
+        return std::future::pending().await;
+    };
+    tokio::select! {
+        _ = terminate.recv() => {}
+        _ = tokio::signal::ctrl_c() => {}
+    }
+}
+
+async fn bench(args: Args) -> anyhow::Result<()> {
+    let started = Instant::now();
+    let mut chosen = Scenario::chosen(&args.only, args.full);
+    let mut field = Field::open(&args).await?;
+    let mut report = Report::new(&field, args.full);
+    if !args.versus.is_empty() {
+        chosen.clear();
+        report.add(versus::run(&mut field, &args.versus).await?);
+    }
+    for scenario in chosen {
+        let findings = scenario
+            .run(&mut field)
+            .await
+            .with_context(|| format!("scenario {}", scenario.name()))?;
+        report.add(findings);
+    }
+    field.close().await?;
+    report.took(started.elapsed());
+    print!("{}", report.table());
+    if let Some(path) = &args.json {
+        write(path, &format!("{:#}\n", report.json()))?;
+    }
+    if let Some(path) = &args.plot {
+        write(path, &plot::svg(&report))?;
+    }
+    if let Some(path) = &args.markdown {
+        write(path, &report.markdown())?;
+    }
+    Ok(())
+}
+
+fn write(path: &PathBuf, text: &str) -> anyhow::Result<()> {
+    std::fs::write(path, text).with_context(|| format!("writing {}", path.display()))
+}

@@ -1,0 +1,139 @@
+//! Where messages begin.
+
+use std::collections::VecDeque;
+
+use anyhow::{Context, ensure};
+use lapin::{
+    BasicProperties, Channel, Connection, PublisherConfirm,
+    options::{BasicPublishOptions, ConfirmSelectOptions},
+};
+use prost::Message;
+use retry_scheduler::wire::proto::RetryMessage;
+use uuid::Uuid;
+
+use crate::field::target;
+
+/// Unconfirmed messages a producer leaves behind it.
+const WINDOW: usize = 1000;
+
+/// So many messages of such a size to so many queues.
+#[derive(Clone, Copy, Debug)]
+pub struct Load {
+    pub count: u32,
+    pub size: usize,
+    pub targets: u32,
+}
+
+/// What is published: our wire format, or the bare payload.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Shape {
+    RetryMessage,
+    Payload,
+}
+
+/// A publisher with confirms.
+pub struct Producer {
+    channel: Channel,
+}
+
+impl Producer {
+    pub async fn open(connection: &Connection) -> anyhow::Result<Self> {
+        let channel = connection.create_channel().await?;
+        channel
+            .confirm_select(ConfirmSelectOptions::default())
+            .await?;
+        Ok(Self { channel })
+    }
+
+    /// Publishes a whole load as fast as the broker takes it.
+    pub async fn send(
+        &self,
+        entry: &str,
+        shape: Shape,
+        run: u32,
+        load: Load,
+    ) -> anyhow::Result<()> {
+        let mut window = VecDeque::with_capacity(WINDOW);
+        for number in 0..load.count {
+            let payload = payload(run, number, load.size);
+            if window.len() == WINDOW {
+                confirmed(window.pop_front()).await?;
+            }
+            let sent = self.publish(entry, shape, payload, number % load.targets);
+            window.push_back(sent.await?);
+        }
+        while !window.is_empty() {
+            confirmed(window.pop_front()).await?;
+        }
+        Ok(())
+    }
+
+    /// Publishes one message; the confirm is left to itself.
+    pub async fn send_one(
+        &self,
+        entry: &str,
+        run: u32,
+        number: u32,
+        to: u32,
+    ) -> anyhow::Result<()> {
+        let payload = payload(run, number, 1024);
+        self.publish(entry, Shape::RetryMessage, payload, to)
+            .await?;
+        Ok(())
+    }
+
+    async fn publish(
+        &self,
+        entry: &str,
+        shape: Shape,
+        payload: Vec<u8>,
+        to: u32,
+    ) -> anyhow::Result<PublisherConfirm> {
+        let id = Uuid::new_v4().to_string();
+        let body = match shape {
+            Shape::Payload => payload,
+            Shape::RetryMessage => RetryMessage {
+                message_id: id.clone(),
+                original_payload: payload,
+                original_queue: target(to),
+                error_reason: "upstream timed out".into(),
+                max_retries: 3,
+                ..RetryMessage::default()
+            }
+            .encode_to_vec(),
+        };
+        let properties = BasicProperties::default()
+            .with_delivery_mode(2)
+            .with_message_id(id.into());
+        let published = self.channel.basic_publish(
+            "".into(),
+            entry.into(),
+            BasicPublishOptions::default(),
+            &body,
+            properties,
+        );
+        published.await.context("the producer lost RabbitMQ")
+    }
+}
+
+async fn confirmed(confirm: Option<PublisherConfirm>) -> anyhow::Result<()> {
+    if let Some(confirm) = confirm {
+        ensure!(confirm.await?.is_ack(), "RabbitMQ refused a message");
+    }
+    Ok(())
+}
+
+/// A body that says which message of which run it is.
+fn payload(run: u32, number: u32, size: usize) -> Vec<u8> {
+    let mut payload = vec![b'.'; size.max(8)];
+    payload[..4].copy_from_slice(&run.to_be_bytes());
+    payload[4..8].copy_from_slice(&number.to_be_bytes());
+    payload
+}
+
+/// The run and the number of a body.
+pub fn identity(body: &[u8]) -> Option<(u32, u32)> {
+    let run = body.get(..4)?.try_into().ok()?;
+    let number = body.get(4..8)?.try_into().ok()?;
+    Some((u32::from_be_bytes(run), u32::from_be_bytes(number)))
+}

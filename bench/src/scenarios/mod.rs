@@ -1,0 +1,71 @@
+//! What is measured: a file a scenario.
+
+mod backlog;
+mod burst;
+mod drift;
+mod footprint;
+mod growth;
+mod instances;
+mod throughput;
+pub mod versus;
+
+use clap::ValueEnum;
+
+use crate::{field::Field, finding::Finding};
+
+/// A scenario, in the order they run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Scenario {
+    /// 1 KiB from producer to row to queue, against relay and TTL/DLX
+    Throughput,
+    /// The same at 64 B, 16 KiB and 256 KiB (in the full form)
+    Sizes,
+    /// The same to 10 and to 1,000 queues (in the full form)
+    Queues,
+    /// How late messages are at 500 a second
+    Drift,
+    /// Many due at one instant, and one on another queue meanwhile
+    Burst,
+    /// With millions of rows that wait for tomorrow
+    Backlog,
+    /// 1, 2 and 4 instances on one database
+    Instances,
+    /// Start, memory, processor time, idle and at full rate
+    Footprint,
+    /// The first and the last minute of millions (in the full form)
+    Growth,
+}
+
+impl Scenario {
+    /// Those named, or all of the form.
+    pub fn chosen(named: &[Self], full: bool) -> Vec<Self> {
+        let all = Self::value_variants().iter().copied();
+        if !named.is_empty() {
+            return all.filter(|scenario| named.contains(scenario)).collect();
+        }
+        all.filter(|scenario| full || scenario.is_quick()).collect()
+    }
+
+    fn is_quick(self) -> bool {
+        !matches!(self, Self::Sizes | Self::Queues | Self::Growth)
+    }
+
+    pub fn name(self) -> String {
+        let value = self.to_possible_value();
+        value.map_or(String::new(), |value| value.get_name().to_owned())
+    }
+
+    pub async fn run(self, field: &mut Field) -> anyhow::Result<Vec<Finding>> {
+        match self {
+            Self::Throughput => throughput::run(field).await,
+            Self::Sizes => throughput::sizes(field).await,
+            Self::Queues => throughput::queues(field).await,
+            Self::Drift => drift::run(field).await,
+            Self::Burst => burst::run(field).await,
+            Self::Backlog => backlog::run(field).await,
+            Self::Instances => instances::run(field).await,
+            Self::Footprint => footprint::run(field).await,
+            Self::Growth => growth::run(field).await,
+        }
+    }
+}

@@ -1,0 +1,74 @@
+//! A change against none, in the same run: for whoever tunes.
+
+use std::path::PathBuf;
+
+use futures::future::try_join_all;
+
+use crate::{
+    field::{Field, Way},
+    finding::Finding,
+    producer::Load,
+    scheduler::Scheduler,
+};
+
+const NAME: &str = "versus";
+
+/// What is different.
+#[derive(Clone, Debug)]
+pub enum Change {
+    Settings(Vec<(String, String)>),
+    Binary(PathBuf),
+    /// Run in the schema once the tables are there.
+    Sql(String),
+}
+
+impl Change {
+    /// `sql:…`, a path (with a slash), or `NAME=VALUE,NAME=VALUE`.
+    pub fn parse(text: &str) -> Self {
+        if let Some(sql) = text.strip_prefix("sql:") {
+            return Self::Sql(sql.to_owned());
+        }
+        if text.contains('/') {
+            return Self::Binary(text.into());
+        }
+        let pairs = text.split(',').filter_map(|pair| pair.split_once('='));
+        Self::Settings(pairs.map(|(n, v)| (n.to_owned(), v.to_owned())).collect())
+    }
+}
+
+/// The rate as it is, and with each of the changes.
+pub async fn run(field: &mut Field, changes: &[String]) -> anyhow::Result<Vec<Finding>> {
+    let load = Load {
+        count: field.pick(10_000, 50_000),
+        size: 1024,
+        targets: 1,
+    };
+    let mut inbox = field.inbox(1).await?;
+    let unchanged = field.lane("unchanged").await?;
+    let mut ways = vec![Way::through(&unchanged)];
+    let mut schedulers = vec![field.scheduler(&unchanged, &[]).await?];
+    for (number, change) in changes.iter().enumerate() {
+        let lane = field.lane(&format!("change_{number}")).await?;
+        let mut setup = field.setup.clone();
+        match Change::parse(change) {
+            Change::Settings(settings) => setup.settings.extend(settings),
+            Change::Binary(binary) => setup.binary = binary,
+            Change::Sql(sql) => {
+                field.scheduler(&lane, &[]).await?.stop().await?;
+                field.rows.run_in(&lane.schema, &sql).await?;
+            }
+        }
+        schedulers.push(Scheduler::start(&setup, &lane.schema, &lane.intake, &[]).await?);
+        ways.push(Way::through(&lane));
+    }
+    let rounds = field.rounds(7);
+    let rates = field.races(NAME, &ways, load, rounds, &mut inbox).await?;
+    try_join_all(schedulers.into_iter().map(|s| s.stop())).await?;
+    let finding =
+        |what: &str, rates: &Vec<f64>| Finding::new(NAME, what, "messages/s", rates.clone());
+    let mut findings = vec![finding("unchanged", &rates[0])];
+    for (change, changed) in changes.iter().zip(&rates[1..]) {
+        findings.push(finding(change, changed).against("unchanged", &rates[0]));
+    }
+    Ok(findings)
+}

@@ -1,0 +1,162 @@
+//! retry-scheduler as a process, as it is shipped.
+
+use std::{
+    net::TcpListener,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, bail, ensure};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+    time::sleep,
+};
+use url::Url;
+
+/// Longest time from start to ready, and from the signal to the end.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A millisecond's wait and no jitter: what is stored is due.
+const SETTINGS: [(&str, &str); 6] = [
+    ("SERVICE_NAME", "retry-scheduler-bench"),
+    ("HTTP_HOST", "127.0.0.1"),
+    ("BASE_DELAY_MS", "1"),
+    ("JITTER_MS", "0"),
+    ("LOG_LEVEL", "warn"),
+    ("LOG_FORMAT", "json"),
+];
+
+/// How a scheduler is started.
+#[derive(Clone, Debug)]
+pub struct Setup {
+    pub binary: PathBuf,
+    pub database_url: String,
+    pub rabbitmq_url: String,
+    /// The user's, which win over all others.
+    pub settings: Vec<(String, String)>,
+}
+
+/// A running one. Dropped, it is killed.
+pub struct Scheduler {
+    child: Child,
+    /// From its start to `/ready`.
+    pub ready_after: Duration,
+}
+
+/// What it has used.
+#[derive(Clone, Copy, Debug)]
+pub struct Usage {
+    pub resident_mb: f64,
+    pub peak_mb: f64,
+    pub cpu: Duration,
+}
+
+impl Scheduler {
+    /// Starts it on a schema and an intake queue of its own; returns when it is ready.
+    pub async fn start(
+        setup: &Setup,
+        schema: &str,
+        intake: &str,
+        settings: &[(&str, &str)],
+    ) -> anyhow::Result<Self> {
+        let mut url = Url::parse(&setup.database_url).context("DATABASE_URL")?;
+        url.query_pairs_mut()
+            .append_pair("options[search_path]", schema);
+        let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+        let mut command = Command::new(&setup.binary);
+        command
+            .env_clear()
+            .envs(SETTINGS)
+            .env("DATABASE_URL", url.as_str())
+            .env("RABBITMQ_URL", &setup.rabbitmq_url)
+            .env("RETRY_QUEUE", intake)
+            .env("MANUAL_REVIEW_QUEUE", format!("{intake}.review"))
+            .env("HTTP_PORT", port.to_string())
+            .envs(settings.iter().copied())
+            .envs(setup.settings.iter().map(|(name, value)| (name, value)))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null());
+        let started = Instant::now();
+        let child = command
+            .spawn()
+            .with_context(|| format!("starting {}", setup.binary.display()))?;
+        let mut scheduler = Self {
+            child,
+            ready_after: Duration::ZERO,
+        };
+        while !is_ready(port).await {
+            if let Some(status) = scheduler.child.try_wait()? {
+                bail!("retry-scheduler ended: {status}");
+            }
+            ensure!(started.elapsed() < PATIENCE, "retry-scheduler is not ready");
+            sleep(Duration::from_millis(2)).await;
+        }
+        scheduler.ready_after = started.elapsed();
+        Ok(scheduler)
+    }
+
+    /// Its memory and its processor time so far.
+    pub fn usage(&self) -> anyhow::Result<Usage> {
+        let proc = Path::new("/proc").join(self.child.id().to_string());
+        let status = std::fs::read_to_string(proc.join("status"))?;
+        let megabytes = |name: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(name));
+            let kilobytes: Option<f64> =
+                line.and_then(|rest| rest.trim_matches([':', ' ', '\t', 'k', 'B']).parse().ok());
+            kilobytes
+                .map(|kb| kb * 1024.0 / 1e6)
+                .with_context(|| format!("no {name}"))
+        };
+        let stat = std::fs::read_to_string(proc.join("stat"))?;
+        // After the name, which may hold anything: user and system time are the
+        // 14th and 15th field, in hundredths of a second.
+        let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields);
+        let ticks: u64 = fields
+            .split_whitespace()
+            .skip(11)
+            .take(2)
+            .filter_map(|field| field.parse::<u64>().ok())
+            .sum();
+        Ok(Usage {
+            resident_mb: megabytes("VmRSS")?,
+            peak_mb: megabytes("VmHWM")?,
+            cpu: Duration::from_millis(ticks * 10),
+        })
+    }
+
+    /// Stops it as an operator would.
+    pub async fn stop(mut self) -> anyhow::Result<()> {
+        let id = self.child.id().to_string();
+        let told = Command::new("kill").args(["-TERM", &id]).status()?;
+        ensure!(told.success(), "retry-scheduler ended early");
+        let asked = Instant::now();
+        while self.child.try_wait()?.is_none() {
+            ensure!(asked.elapsed() < PATIENCE, "retry-scheduler does not stop");
+            sleep(Duration::from_millis(10)).await;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Scheduler {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+async fn is_ready(port: u16) -> bool {
+    let ask = async {
+        let mut stream = TcpStream::connect(("127.0.0.1", port)).await?;
+        stream
+            .write_all(b"GET /ready HTTP/1.0\r\nHost: localhost\r\n\r\n")
+            .await?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await?;
+        std::io::Result::Ok(answer)
+    };
+    ask.await
+        .is_ok_and(|answer| answer.split(' ').nth(1) == Some("200"))
+}
