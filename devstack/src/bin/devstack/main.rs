@@ -54,6 +54,8 @@ enum Command {
     Test(Passed),
     /// Show the service at work
     Demo(Passed),
+    /// Do everything to the service that can be done, and see whether a message is lost
+    Torture(Passed),
 }
 
 #[derive(clap::Args)]
@@ -81,6 +83,7 @@ fn run(command: Command) -> Result<u8> {
         Command::Send(passed) => send(&workspace, &passed.args),
         Command::Test(passed) => test(&workspace, &passed.args),
         Command::Demo(passed) => with_services(&workspace, &["--example", "demo"], &passed.args),
+        Command::Torture(passed) => torture(&workspace, &passed.args),
     }
 }
 
@@ -97,6 +100,22 @@ fn test(workspace: &Workspace, args: &[String]) -> Result<u8> {
     devstack::ensure_installed()?;
     let mut tests = Foreground::start(workspace.cargo(&["test", "--workspace"]).args(args), None)?;
     Ok(exit_code(interrupts.wait(&mut tests, || {})?))
+}
+
+/// It starts services of its own, and instances of the binary, which `cargo run --example` alone does not build.
+fn torture(workspace: &Workspace, args: &[String]) -> Result<u8> {
+    let interrupts = Interrupts::catch()?;
+    devstack::ensure_installed()?;
+    let package = ["--quiet", "--package", "retry-scheduler"];
+    let mut build = workspace.cargo(&["build", "--bin", "retry-scheduler"]);
+    let status = interrupts.wait(&mut Foreground::start(build.args(package), None)?, || {})?;
+    if !status.success() {
+        return Ok(exit_code(status));
+    }
+    let mut campaign = workspace.cargo(&["run", "--example", "torture"]);
+    campaign.args(package).arg("--").args(args);
+    let mut campaign = Foreground::start(&mut campaign, None)?;
+    Ok(exit_code(interrupts.wait(&mut campaign, || {})?))
 }
 
 /// Runs what `cargo run <target>` names with the addresses of both services. For its help, nothing is started.

@@ -1,0 +1,104 @@
+//! The faults there are, and which come when: that follows from the seed.
+
+use clap::ValueEnum;
+use fastrand::Rng;
+
+/// Something that goes wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum)]
+pub enum Fault {
+    /// SIGKILL for an instance, which is started again
+    Kill,
+    /// SIGSTOP for an instance until all its time-outs have passed
+    Freeze,
+    /// SIGTERM for an instance, which leaves, and joins again
+    Leave,
+    /// Postgres: `stop -m immediate`
+    PgCrash,
+    /// Postgres: SIGKILL for all its processes
+    PgKill,
+    /// Postgres: `stop -m fast`
+    PgRestart,
+    /// Postgres: SIGSTOP for all its processes
+    PgFreeze,
+    /// Postgres: all backends terminated
+    PgTerminate,
+    /// RabbitMQ: stopped and started
+    MqRestart,
+    /// RabbitMQ: SIGKILL
+    MqKill,
+    /// RabbitMQ: SIGSTOP
+    MqFreeze,
+    /// RabbitMQ: all connections closed
+    MqClose,
+    /// RabbitMQ: memory alarm
+    MqMemory,
+    /// RabbitMQ: disk alarm
+    MqDisk,
+    /// RabbitMQ: a target queue that rejects publishes
+    MqReject,
+    /// A target queue deleted, and made anew
+    TargetGone,
+    /// The intake queue deleted
+    IntakeGone,
+    /// One instance cut off from Postgres
+    PgCut,
+    /// One instance's connections to Postgres stall
+    PgStall,
+    /// One instance hears nothing of Postgres
+    PgMute,
+    /// One instance's way to Postgres is slow
+    PgSlow,
+    /// One instance's connection cut after a COMMIT, before its answer
+    PgCommitLost,
+    /// One instance's connection cut before a COMMIT
+    PgCommitUnsent,
+    /// One instance cut off from RabbitMQ
+    MqCut,
+    /// One instance's connections to RabbitMQ stall
+    MqStall,
+    /// One instance hears nothing of RabbitMQ
+    MqMute,
+    /// One instance's connection cut before a confirm
+    MqConfirmLost,
+    /// One instance's connection cut before an ack
+    MqAckUnsent,
+}
+
+impl Fault {
+    pub fn name(self) -> String {
+        let value = self.to_possible_value();
+        value.map(|v| v.get_name().to_owned()).unwrap_or_default()
+    }
+}
+
+/// A fault, and a number by which whoever it hits is chosen.
+#[derive(Clone, Copy, Debug)]
+pub struct Planned {
+    pub fault: Fault,
+    pub whom: usize,
+    /// Milliseconds before it.
+    pub pause: u64,
+}
+
+/// `count` faults of `kinds`: each kind once in random order, then again.
+pub fn plan(seed: u64, kinds: &[Fault], count: usize) -> Vec<Planned> {
+    let mut random = Rng::with_seed(seed);
+    let mut plan = Vec::with_capacity(count);
+    let mut round: Vec<Fault> = Vec::new();
+    while plan.len() < count {
+        let fault = match round.pop() {
+            Some(fault) => fault,
+            None => {
+                round.extend(kinds);
+                random.shuffle(&mut round);
+                continue;
+            }
+        };
+        plan.push(Planned {
+            fault,
+            whom: random.usize(..1 << 16),
+            pause: random.u64(100..1000),
+        });
+    }
+    plan
+}
