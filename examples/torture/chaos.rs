@@ -133,7 +133,7 @@ impl Chaos {
                 return self
                     .alarm(
                         fault,
-                        move |s| limit(s, "1000TB"),
+                        move |s| limit(s, "1000000000000000"),
                         move |s| limit(s, "50MB"),
                     )
                     .await;
