@@ -36,6 +36,9 @@ const STARTING: Duration = Duration::from_secs(60);
 /// Nothing came back for so long: nothing more will.
 const QUIET: Duration = Duration::from_secs(25);
 
+/// Messages still come back after so long: they will for ever.
+const SETTLING: Duration = Duration::from_secs(120);
+
 /// All that runs, and what it is measured by.
 pub struct Campaign {
     chaos: Arc<Chaos>,
@@ -172,7 +175,8 @@ impl Campaign {
 
     /// Waits until nothing waits and nothing is under way, or nothing moves.
     async fn settle(&self) -> anyhow::Result<()> {
-        let mut seen = (self.ledger.arrivals(), Instant::now());
+        let begun = Instant::now();
+        let mut seen = (self.ledger.arrivals(), begun);
         loop {
             sleep(Duration::from_millis(250)).await;
             let arrivals = self.ledger.arrivals();
@@ -185,10 +189,10 @@ impl Campaign {
             if done && still > Duration::from_secs(3) {
                 return Ok(());
             }
-            if still > QUIET {
+            if still > QUIET || begun.elapsed() > SETTLING {
                 if waiting > 0 {
                     self.ledger
-                        .unexpected(format!("{waiting} rows wait and do not move"));
+                        .unexpected(format!("{waiting} rows wait, and there is no end to it"));
                 }
                 return Ok(());
             }

@@ -5,6 +5,7 @@ mod surroundings;
 mod up;
 mod workspace;
 
+use std::env;
 use std::os::unix::process::CommandExt;
 use std::process::ExitCode;
 
@@ -103,17 +104,30 @@ fn test(workspace: &Workspace, args: &[String]) -> Result<u8> {
 }
 
 /// It starts services of its own, and instances of the binary, which `cargo run --example` alone does not build.
+/// With `RETRY_PLANT` in the environment, the binary has that bug.
 fn torture(workspace: &Workspace, args: &[String]) -> Result<u8> {
     let interrupts = Interrupts::catch()?;
     devstack::ensure_installed()?;
-    let package = ["--quiet", "--package", "retry-scheduler"];
-    let mut build = workspace.cargo(&["build", "--bin", "retry-scheduler"]);
-    let status = interrupts.wait(&mut Foreground::start(build.args(package), None)?, || {})?;
+    let planted = env::var_os("RETRY_PLANT").map(|_| "--features=plant");
+    let cargo = |words: &[&str]| {
+        let mut command = workspace.cargo(words);
+        command.args([
+            "--quiet",
+            "--package",
+            "retry-scheduler",
+            "--example",
+            "torture",
+        ]);
+        command.args(planted);
+        command
+    };
+    let mut build = cargo(&["build", "--bin", "retry-scheduler"]);
+    let status = interrupts.wait(&mut Foreground::start(&mut build, None)?, || {})?;
     if !status.success() {
         return Ok(exit_code(status));
     }
-    let mut campaign = workspace.cargo(&["run", "--example", "torture"]);
-    campaign.args(package).arg("--").args(args);
+    let mut campaign = cargo(&["run"]);
+    campaign.arg("--").args(args);
     let mut campaign = Foreground::start(&mut campaign, None)?;
     Ok(exit_code(interrupts.wait(&mut campaign, || {})?))
 }
