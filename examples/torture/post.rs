@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use anyhow::bail;
+use anyhow::{Context, bail};
 use lapin::{
     BasicProperties, Channel, Confirmation, Connection, ConnectionProperties,
     options::{BasicPublishOptions, ConfirmSelectOptions},
@@ -49,15 +49,21 @@ impl Post {
         }
     }
 
+    /// Connects, unless it is connected as far as it knows.
+    async fn open(&mut self) -> anyhow::Result<()> {
+        if self.open.is_none() {
+            self.open = Some(timeout(PATIENCE, open(&self.url)).await??);
+        }
+        Ok(())
+    }
+
     /// Reports failures; the ledger is told what RabbitMQ confirmed. An error
     /// when that is not all.
     pub async fn report(&mut self, messages: &[Message], error: &str) -> anyhow::Result<()> {
         let gate = self.gate.clone();
         let _passed = gate.read().await;
-        let (connection, channel) = match self.open.take() {
-            Some(open) => open,
-            None => timeout(PATIENCE, open(&self.url)).await??,
-        };
+        self.open().await?;
+        let (connection, channel) = self.open.take().context("not open")?;
         let mut confirms = Vec::with_capacity(messages.len());
         let sent = Instant::now();
         for message in messages {
@@ -162,6 +168,10 @@ pub async fn produce(
 ) {
     let mut own = (first..pace.messages).step_by(of).peekable();
     while own.peek().is_some() {
+        if post.open().await.is_err() {
+            sleep(Duration::from_millis(200)).await;
+            continue;
+        }
         let allowed = pace.allowed();
         let mut chunk = Vec::with_capacity(CHUNK);
         while let Some(number) = own.next_if(|n| *n < allowed && chunk.len() < CHUNK) {
