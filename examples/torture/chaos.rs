@@ -19,7 +19,7 @@ use crate::{
     ledger::Ledger,
     message::{INTAKE, TARGETS},
     post::{PATIENCE, connect},
-    proxy::{Proxy, Trap, Way},
+    proxy::{Proxy, Way},
 };
 
 /// An outage must be noticed within this.
@@ -30,10 +30,6 @@ const RECOVERING: Duration = Duration::from_secs(60);
 
 /// How long a trap waits for somebody to run into it.
 const TRAPPING: Duration = Duration::from_secs(5);
-
-/// AMQP's `basic.ack`, class 60 and method 80: a confirm on its way to an
-/// instance, an acknowledgement on its way from one.
-const BASIC_ACK: &[u8] = &[0, 60, 0, 80];
 
 /// Everything that a fault may be done to.
 pub struct Chaos {
@@ -166,22 +162,12 @@ impl Chaos {
                 slot.postgres.set(Way::Open);
             }
             Fault::PgCommitLost | Fault::PgCommitUnsent => {
-                let trap = Trap {
-                    bytes: b"COMMIT",
-                    in_request: true,
-                    passed_on: fault == Fault::PgCommitLost,
-                };
                 let slot = self.slot(whom).lock().await;
-                slot.postgres.spring(trap, TRAPPING).await;
+                slot.postgres.spring(fault.trap(), TRAPPING).await;
             }
-            Fault::MqConfirmLost | Fault::MqAckUnsent => {
-                let trap = Trap {
-                    bytes: BASIC_ACK,
-                    in_request: fault == Fault::MqAckUnsent,
-                    passed_on: false,
-                };
+            Fault::MqConfirmLost | Fault::MqAckUnsent | Fault::MqPublishUnsent => {
                 let slot = self.slot(whom).lock().await;
-                slot.rabbitmq.spring(trap, TRAPPING).await;
+                slot.rabbitmq.spring(fault.trap(), TRAPPING).await;
             }
         }
         Ok(None)
@@ -261,17 +247,27 @@ impl Chaos {
         Ok(Some(red))
     }
 
+    /// The instances stand still while the queue is emptied and deleted: RabbitMQ
+    /// confirms what reaches a queue in the moment of its deletion.
     async fn delete_target(&self, whom: usize) -> anyhow::Result<()> {
-        let (done, answer) = oneshot::channel();
+        let (gone, is_gone) = oneshot::channel();
+        let (back, is_back) = oneshot::channel();
         let deletion = Deletion {
-            gone_for: Duration::from_millis(600),
-            done,
+            gone_for: Duration::from_millis(800),
+            gone,
+            back,
         };
-        self.deletions[whom % self.deletions.len()]
-            .send(deletion)
-            .await?;
-        ensure!(answer.await?, "the queue was never empty");
-        Ok(())
+        let slots = join_all(self.slots.iter().map(Mutex::lock)).await;
+        slots.iter().try_for_each(|slot| slot.freeze())?;
+        let asked = self.deletions[whom % self.deletions.len()].send(deletion);
+        let deleted = match asked.await {
+            Ok(()) => is_gone.await.is_ok(),
+            Err(_) => false,
+        };
+        slots.iter().try_for_each(|slot| slot.thaw())?;
+        drop(slots);
+        ensure!(deleted, "the queue was never empty");
+        Ok(is_back.await?)
     }
 
     /// Only when nothing is in it, unacknowledged or not: deleting a queue

@@ -33,14 +33,20 @@ use crate::{
 
 const PREFETCH: u16 = 100;
 
-/// How often to try to find a queue empty.
-const TRIES: usize = 30;
+/// Nothing came for so long: nothing is on its way.
+const STILL: Duration = Duration::from_millis(200);
 
-/// Deletes the queue at a moment when nothing is in it, and makes it anew
-/// after a while; says whether that could be done.
+/// How often to try to find a queue empty.
+const TRIES: usize = 5;
+
+/// Deletes the queue once nothing comes any more and nothing is in it, and makes
+/// it anew after a while. Whoever asks sees to it that nothing comes.
 pub struct Deletion {
     pub gone_for: Duration,
-    pub done: oneshot::Sender<bool>,
+    /// Told when it is gone; dropped when that could not be done.
+    pub gone: oneshot::Sender<()>,
+    /// Told when it is there again.
+    pub back: oneshot::Sender<()>,
 }
 
 /// What the campaign itself does wrong, to show that it is noticed.
@@ -70,9 +76,7 @@ impl Consumer {
             if let Some((_, tries)) = &mut asked {
                 *tries += 1;
             }
-            if let Some((deletion, _)) = asked.take_if(|(_, tries)| *tries > TRIES) {
-                let _ = deletion.done.send(false);
-            }
+            asked.take_if(|(_, tries)| *tries > TRIES);
             sleep(Duration::from_millis(100)).await;
         }
     }
@@ -93,8 +97,6 @@ impl Consumer {
         let consumer = timeout(PATIENCE, consumer).await??;
         let tag = consumer.tag();
         let mut chunks = consumer.ready_chunks(usize::from(PREFETCH));
-        let settled = sleep(Duration::from_millis(150));
-        tokio::pin!(settled);
         loop {
             tokio::select! {
                 chunk = chunks.next() => {
@@ -104,12 +106,12 @@ impl Consumer {
                 deletion = self.deletions.recv(), if asked.is_none() => {
                     *asked = Some((deletion.context("the campaign is over")?, 0));
                 }
-                () = &mut settled, if asked.is_some() => break,
+                () = sleep(STILL), if asked.is_some() => break,
             }
         }
         let cancel = channel.basic_cancel(tag, BasicCancelOptions::default());
         timeout(PATIENCE, cancel).await??;
-        while let Ok(Some(chunk)) = timeout(Duration::from_millis(50), chunks.next()).await {
+        while let Ok(Some(chunk)) = timeout(STILL, chunks.next()).await {
             self.take(&channel, chunk).await?;
         }
         let only_empty = QueueDeleteOptions {
@@ -122,9 +124,10 @@ impl Consumer {
         )
         .await??;
         if let Some((deletion, _)) = asked.take() {
+            let _ = deletion.gone.send(());
             sleep(deletion.gone_for).await;
             let made = self.declare(&channel).await;
-            let _ = deletion.done.send(true);
+            let _ = deletion.back.send(());
             made?;
         }
         let _ = timeout(PATIENCE, connection.close(200, "anew".into())).await;

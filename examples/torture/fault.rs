@@ -3,6 +3,8 @@
 use clap::ValueEnum;
 use fastrand::Rng;
 
+use crate::proxy::Trap;
+
 /// Something that goes wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum)]
 pub enum Fault {
@@ -62,12 +64,32 @@ pub enum Fault {
     MqConfirmLost,
     /// One instance's connection cut before an ack
     MqAckUnsent,
+    /// One instance's connection cut before a publish
+    MqPublishUnsent,
 }
 
 impl Fault {
     pub fn name(self) -> String {
         let value = self.to_possible_value();
         value.map(|v| v.get_name().to_owned()).unwrap_or_default()
+    }
+
+    /// Where the connection is cut, for the faults that wait for their moment.
+    /// AMQP's methods are known by class 60 and their number.
+    pub fn trap(self) -> Option<Trap> {
+        let (bytes, in_request, passed_on): (&[u8], bool, bool) = match self {
+            Self::PgCommitLost => (b"COMMIT", true, true),
+            Self::PgCommitUnsent => (b"COMMIT", true, false),
+            Self::MqConfirmLost => (&[0, 60, 0, 80], false, false),
+            Self::MqAckUnsent => (&[0, 60, 0, 80], true, false),
+            Self::MqPublishUnsent => (&[0, 60, 0, 40], true, false),
+            _ => return None,
+        };
+        Some(Trap {
+            bytes,
+            in_request,
+            passed_on,
+        })
     }
 }
 

@@ -87,8 +87,8 @@ impl Proxy {
 
     /// Sets a trap and waits until something has run into it; `false` when
     /// nothing has in time.
-    pub async fn spring(&self, trap: Trap, patience: Duration) -> bool {
-        *self.trap.lock().unwrap_or_else(PoisonError::into_inner) = Some(trap);
+    pub async fn spring(&self, trap: Option<Trap>, patience: Duration) -> bool {
+        *self.trap.lock().unwrap_or_else(PoisonError::into_inner) = trap;
         let sprung = tokio::time::timeout(patience, self.sprung.notified()).await;
         *self.trap.lock().unwrap_or_else(PoisonError::into_inner) = None;
         sprung.is_ok()
