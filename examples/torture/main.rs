@@ -23,6 +23,18 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{campaign::Campaign, fault::Fault, ledger::Verdict, plant::Plant};
 
+const AFTER_HELP: &str = "\
+Exit status: 0 when nothing was lost, unexpected or over its bound, 1 otherwise.
+
+A long one, of an hour or so:
+  cargo dev torture --messages 100000 --instances 4 --faults 600 --kills 500 --seconds 3600
+One that must fail, because rows are deleted behind the service's back:
+  cargo dev torture --messages 500 --faults 0 --seconds 5 --plant lose-rows
+One with a bug in the service, of those in src/plant.rs:
+  RETRY_PLANT=IgnoreReturns cargo dev torture --faults 3 --only target-gone
+All of that kind, which must all be caught:
+  examples/torture/controls.sh";
+
 /// Do everything to retry-scheduler that can be done, and see whether a message is lost.
 ///
 /// Runs instances of the real binary between producers and consumers, with a
@@ -32,10 +44,8 @@ use crate::{campaign::Campaign, fault::Fault, ledger::Verdict, plant::Plant};
 #[command(
     name = "cargo dev torture",
     bin_name = "cargo dev torture",
-    after_help = "Exit status: 0 when nothing was lost, unexpected or over its bound, 1 otherwise.\n\n\
-                  A long one:\n  cargo dev torture --messages 100000 --instances 4 --faults 600 \
-                  --kills 500 --seconds 3600\nShow that loss is noticed:\n  cargo dev torture \
-                  --messages 500 --faults 0 --seconds 5 --plant lose-rows"
+    after_help = AFTER_HELP,
+    args_override_self = true
 )]
 struct Args {
     /// Chooses the faults [default: random]
