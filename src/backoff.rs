@@ -6,9 +6,9 @@ use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
 use tokio_util::sync::CancellationToken;
 
 const FIRST: Duration = Duration::from_millis(100);
-const LONGEST: Duration = Duration::from_secs(10);
+const LONGEST: Duration = Duration::from_secs(5);
 
-/// The wait before the next attempt; grows with each until [`Backoff::reset`].
+/// The wait before the next attempt (jitter may double it); grows with each until [`Backoff::reset`].
 pub struct Backoff(ExponentialBackoff);
 
 impl Default for Backoff {

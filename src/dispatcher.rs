@@ -14,6 +14,7 @@ use crate::{
     config::ReviewFormat,
     health::Part,
     metrics::Metrics,
+    plant::Bug,
     policy::PolicyBook,
     store::{Store, StoreError, dispatch::LaneCursor},
     task::{Reason, Settlement, Task},
@@ -285,7 +286,11 @@ impl Dispatcher {
     }
 
     fn end(&self, bound: &Bound, outcome: &Outcome, culprit: Option<&str>) -> Option<Settlement> {
-        let retry_count = bound.task.next_count();
+        let retry_count = if Bug::CountNotRaised.planted() {
+            bound.task.retry_count
+        } else {
+            bound.task.next_count()
+        };
         match (outcome, bound.review) {
             (Outcome::Confirmed, None) => Some(Settlement::Retried { retry_count }),
             (Outcome::Confirmed, Some(reason)) => Some(Settlement::Reviewed(reason)),
@@ -297,6 +302,9 @@ impl Dispatcher {
             (Outcome::Refused, _) => Some(Settlement::Deferred {
                 delay: self.delay(&bound.task).max(SHORTEST_DEFERRAL),
             }),
+            (Outcome::Unknown, None) if Bug::SettleUnconfirmed.planted() => {
+                Some(Settlement::Retried { retry_count })
+            }
             (Outcome::Unknown, _) => {
                 culprit.map(|why| self.failed(&bound.task, bound.review, why.to_owned()))
             }

@@ -12,6 +12,7 @@ use crate::{
     broker::{Broker, BrokerError, Subscription},
     health::Part,
     metrics::Metrics,
+    plant::Bug,
     recorder::Recorder,
     store::StoreError,
     wire::Arrived,
@@ -155,6 +156,12 @@ impl Intake {
                 properties: std::mem::take(&mut d.properties),
             })
             .collect();
+        if Bug::AckBeforeCommit.planted()
+            && let Some(last) = deliveries.last()
+        {
+            subscription.ack_through(last).await?;
+            return Ok(self.recorder.record(arrivals).await?);
+        }
         self.recorder.record(arrivals).await?;
         if let Some(last) = deliveries.last() {
             subscription.ack_through(last).await?;

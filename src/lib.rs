@@ -9,7 +9,8 @@
 //!   [`telemetry`], [`audit`]
 //! - loops: [`intake`] (with [`recorder`]), [`dispatcher`], [`janitor`], [`dry_run`]
 //! - surfaces: [`http`], [`cli`]
-//! - and [`app`], which builds the parts and stops them
+//! - and [`app`], which builds the parts and stops them; [`plant`] holds bugs on
+//!   purpose, for the torture campaign
 //!
 //! What holds, whatever fails:
 //!
@@ -39,6 +40,7 @@ pub mod idempotency;
 pub mod intake;
 pub mod janitor;
 pub mod metrics;
+pub mod plant;
 pub mod policy;
 pub mod recorder;
 pub mod store;

@@ -16,6 +16,7 @@ use crate::{
     audit,
     backoff::Backoff,
     metrics::{IntakeOutcome, Metrics},
+    plant::Bug,
     store::{
         Store, StoreError,
         idempotency::{Applied, Key},
@@ -156,7 +157,7 @@ impl Recorder {
         if let Err(e) = tx.commit().await {
             warn!(error = %e, "COMMIT was not answered; looking whether it took place");
             let ids: Vec<Uuid> = effects.iter().filter_map(Effect::stored_as).collect();
-            if !self.took_place(&ids, &mark).await {
+            if !Bug::TrustLostCommit.planted() && !self.took_place(&ids, &mark).await {
                 return Err(e);
             }
         }

@@ -5,7 +5,10 @@ use std::{error::Error, str::FromStr, time::Duration};
 use sqlx::{FromRow, Row, postgres::PgRow};
 
 use super::{Store, StoreError, Tx, millis};
-use crate::task::{Labels, Reason, Settlement, Status, Task};
+use crate::{
+    plant::Bug,
+    task::{Labels, Reason, Settlement, Status, Task},
+};
 
 /// Locked rows and the transaction that holds them. Dropped, they are as they
 /// were, and free for any instance.
@@ -167,6 +170,10 @@ impl Store {
         let mut tx = self.begin().await?;
         let query = sqlx::query(CLAIM).bind(limit(rows)).bind(limit(bytes));
         let found = tx.run(|c| query.fetch_all(c)).await?;
+        if Bug::ClaimWithoutLock.planted() {
+            tx.commit().await?;
+            tx = self.begin().await?;
+        }
         Claim::of(tx, &found, rows)
     }
 

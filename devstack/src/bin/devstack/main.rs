@@ -5,6 +5,7 @@ mod surroundings;
 mod up;
 mod workspace;
 
+use std::env;
 use std::os::unix::process::CommandExt;
 use std::process::ExitCode;
 
@@ -56,6 +57,8 @@ enum Command {
     Demo(Passed),
     /// Measure the service against what the broker can do without it
     Bench(Passed),
+    /// Do everything to the service that can be done, and see whether a message is lost
+    Torture(Passed),
 }
 
 #[derive(clap::Args)]
@@ -87,6 +90,7 @@ fn run(command: Command) -> Result<u8> {
             with_services(&workspace, "dev", &demo, &passed.args)
         }
         Command::Bench(passed) => bench(&workspace, &passed.args),
+        Command::Torture(passed) => torture(&workspace, &passed.args),
     }
 }
 
@@ -120,6 +124,35 @@ fn bench(workspace: &Workspace, args: &[String]) -> Result<u8> {
 
 fn asks_for_help(args: &[String]) -> bool {
     args.iter().any(|arg| arg == "--help" || arg == "-h")
+}
+
+/// It starts services of its own, and instances of the binary, which `cargo run --example` alone does not build.
+/// With `RETRY_PLANT` in the environment, the binary has that bug.
+fn torture(workspace: &Workspace, args: &[String]) -> Result<u8> {
+    let interrupts = Interrupts::catch()?;
+    devstack::ensure_installed()?;
+    let planted = env::var_os("RETRY_PLANT").map(|_| "--features=plant");
+    let cargo = |words: &[&str]| {
+        let mut command = workspace.cargo(words);
+        command.args([
+            "--quiet",
+            "--package",
+            "retry-scheduler",
+            "--example",
+            "torture",
+        ]);
+        command.args(planted);
+        command
+    };
+    let mut build = cargo(&["build", "--bin", "retry-scheduler"]);
+    let status = interrupts.wait(&mut Foreground::start(&mut build, None)?, || {})?;
+    if !status.success() {
+        return Ok(exit_code(status));
+    }
+    let mut campaign = cargo(&["run"]);
+    campaign.arg("--").args(args);
+    let mut campaign = Foreground::start(&mut campaign, None)?;
+    Ok(exit_code(interrupts.wait(&mut campaign, || {})?))
 }
 
 /// Runs what `cargo run <target>` names with the addresses of both services. For its help, nothing is started.

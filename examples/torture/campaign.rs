@@ -1,0 +1,302 @@
+//! The campaign: everything starts, is disturbed, settles, and is judged.
+
+use std::{
+    collections::BTreeMap,
+    io::{IsTerminal, Write},
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use anyhow::{Context, ensure};
+use devstack::Stack;
+use fastrand::Rng;
+use tokio::{
+    sync::{Mutex, RwLock, mpsc},
+    task::{JoinSet, spawn_blocking},
+    time::{Instant, sleep, timeout},
+};
+
+use crate::{
+    Args,
+    chaos::{Chaos, Told},
+    consumer::{Consumer, Tricks},
+    fault::{Fault, plan},
+    instance::{Slot, is_ready},
+    ledger::{Ledger, Verdict},
+    message::{REVIEW, TARGETS},
+    post::{Pace, Post, produce},
+    rows::Rows,
+};
+
+const PRODUCERS: usize = 2;
+
+const STARTING: Duration = Duration::from_secs(60);
+
+/// Nothing came back for so long: nothing more will.
+const QUIET: Duration = Duration::from_secs(25);
+
+/// Messages still come back after so long: they will for ever.
+const SETTLING: Duration = Duration::from_secs(120);
+
+/// All that runs, and what it is measured by.
+pub struct Campaign {
+    chaos: Arc<Chaos>,
+    ledger: Arc<Ledger>,
+    rows: Arc<Rows>,
+    tricks: Arc<Tricks>,
+    gate: Arc<RwLock<()>>,
+    consumers: JoinSet<()>,
+    begun: Instant,
+    told: Vec<(Fault, Told)>,
+}
+
+impl Campaign {
+    /// Starts the services, the instances and the consumers.
+    pub async fn begin(args: &Args, logs: &Path) -> anyhow::Result<Self> {
+        let binary = binary()?;
+        let stack = spawn_blocking(|| Stack::start_temporary("torture")).await??;
+        let database = stack.postgres.create_database("torture")?;
+        let stack = Arc::new(stack);
+        let ledger = Arc::new(Ledger::new(args.messages));
+        let gate = Arc::new(RwLock::new(()));
+        let tricks = Arc::new(Tricks::default());
+        let url = stack.rabbitmq.url();
+
+        let mut consumers = JoinSet::new();
+        let mut deletions = Vec::new();
+        for queue in TARGETS.into_iter().chain([REVIEW]) {
+            let (sender, receiver) = mpsc::channel(1);
+            if queue != REVIEW {
+                deletions.push(sender.clone());
+            }
+            let consumer = Consumer {
+                queue,
+                url: url.clone(),
+                post: Post::new(&url, &ledger, &gate),
+                ledger: ledger.clone(),
+                deletions: receiver,
+                tricks: tricks.clone(),
+            };
+            consumers.spawn(async move {
+                // Without a sender, waiting for a deletion would end at once.
+                let _kept = sender;
+                consumer.run().await;
+            });
+        }
+        let mut slots = Vec::new();
+        let mut addresses = Vec::new();
+        for number in 0..args.instances {
+            let mut slot = Slot::new(number, &binary, logs, &stack).await?;
+            slot.start()?;
+            addresses.push(slot.address());
+            slots.push(Mutex::new(slot));
+        }
+        let ready = async {
+            for address in &addresses {
+                while !is_ready(*address).await {
+                    sleep(Duration::from_millis(50)).await;
+                }
+            }
+        };
+        let ready = timeout(STARTING, ready).await;
+        ready.with_context(|| format!("the instances do not start, see {}", logs.display()))?;
+        Ok(Self {
+            chaos: Arc::new(Chaos {
+                stack,
+                slots,
+                addresses,
+                deletions,
+                gate: gate.clone(),
+                ledger: ledger.clone(),
+            }),
+            rows: Arc::new(Rows::open(&database)?),
+            ledger,
+            tricks,
+            gate,
+            consumers,
+            begun: Instant::now(),
+            told: Vec::new(),
+        })
+    }
+
+    /// Produces messages while faults happen, until both are over.
+    pub async fn run(&mut self, args: &Args) -> anyhow::Result<()> {
+        let faults = plan(args.seed, &args.kinds(), args.faults);
+        let steps = args.faults + args.kills;
+        let time = Duration::from_secs(args.seconds);
+        let pace = Arc::new(Pace::new(args.messages, time, steps));
+        let url = self.chaos.stack.rabbitmq.url();
+        let mut work = JoinSet::new();
+        for first in 0..PRODUCERS {
+            let post = Post::new(&url, &self.ledger, &self.gate);
+            let (ledger, pace) = (self.ledger.clone(), pace.clone());
+            work.spawn(produce(post, ledger, pace, first, PRODUCERS));
+        }
+        work.spawn(kills(
+            self.chaos.clone(),
+            pace.clone(),
+            args.seed,
+            args.kills,
+            time,
+        ));
+        if let Some(plant) = args.plant {
+            work.spawn(plant.grow(self.rows.clone(), self.tricks.clone()));
+        }
+        let mut watch = JoinSet::new();
+        watch.spawn(progress(self.ledger.clone(), self.begun));
+        let spread = time / u32::try_from(args.faults.max(1)).unwrap_or(u32::MAX);
+        for (n, planned) in faults.iter().enumerate() {
+            let due = pace.begun + spread * u32::try_from(n).unwrap_or(u32::MAX);
+            tokio::time::sleep_until(due).await;
+            sleep(Duration::from_millis(planned.pause)).await;
+            let told = self.chaos.inflict(planned.fault, planned.whom).await?;
+            self.tell(planned.fault, &told);
+            self.told.push((planned.fault, told));
+            pace.step();
+        }
+        while let Some(ended) = work.join_next().await {
+            ended?;
+        }
+        self.settle().await
+    }
+
+    fn tell(&self, fault: Fault, told: &Told) {
+        let red = told.red.map_or(String::new(), |red| {
+            format!("red after {:.1} s, ", red.as_secs_f64())
+        });
+        say(&format!(
+            "{:6.1} s  {:<16} {red}recovered in {:.1} s",
+            self.begun.elapsed().as_secs_f64(),
+            fault.name(),
+            told.recovery.as_secs_f64()
+        ));
+    }
+
+    /// Waits until nothing waits and nothing is under way, or nothing moves.
+    async fn settle(&self) -> anyhow::Result<()> {
+        let begun = Instant::now();
+        let mut seen = (self.ledger.arrivals(), begun);
+        loop {
+            sleep(Duration::from_millis(250)).await;
+            let arrivals = self.ledger.arrivals();
+            if arrivals != seen.0 {
+                seen = (arrivals, Instant::now());
+            }
+            let still = seen.1.elapsed();
+            let waiting = self.rows.waiting().await?;
+            let done = waiting == 0 && self.ledger.under_way().is_empty();
+            if done && still > Duration::from_secs(3) {
+                return Ok(());
+            }
+            if still > QUIET || begun.elapsed() > SETTLING {
+                if waiting > 0 {
+                    self.ledger
+                        .unexpected(format!("{waiting} rows wait, and there is no end to it"));
+                }
+                return Ok(());
+            }
+        }
+    }
+
+    /// The verdict, and the faults behind it.
+    pub async fn judge(&self) -> anyhow::Result<Verdict> {
+        let live = self.rows.live().await?;
+        let mut verdict = self.ledger.judge(&live);
+        self.rows.judge(&mut verdict).await?;
+        Ok(verdict)
+    }
+
+    /// How often each fault happened, how long the service took to recover from
+    /// it at worst, and the 95th percentile of all.
+    pub fn summary(&self, kills: usize) -> (String, Duration) {
+        let mut kinds: BTreeMap<String, (usize, Duration)> = BTreeMap::new();
+        let mut all = Vec::new();
+        for (fault, told) in &self.told {
+            let kind = kinds.entry(fault.name()).or_default();
+            kind.0 += 1;
+            kind.1 = kind.1.max(told.recovery);
+            all.push(told.recovery);
+        }
+        all.sort_unstable();
+        let p95 = all.get((all.len() * 95).div_ceil(100).saturating_sub(1));
+        let mut lines: Vec<String> = kinds
+            .iter()
+            .map(|(name, (n, worst))| format!("{name} {n} ({:.1} s)", worst.as_secs_f64()))
+            .collect();
+        if kills > 0 {
+            lines.push(format!("kill at random {kills}"));
+        }
+        (lines.join(", "), p95.copied().unwrap_or_default())
+    }
+
+    /// Stops everything.
+    pub async fn end(mut self) {
+        self.consumers.shutdown().await;
+        for slot in &self.chaos.slots {
+            let mut slot = slot.lock().await;
+            if slot.runs() {
+                let _ = slot.kill().await;
+            }
+        }
+        // Stopping the services blocks.
+        let _ = spawn_blocking(move || drop(self.chaos)).await;
+    }
+}
+
+/// SIGKILLs beside the other faults, spread over the time.
+async fn kills(chaos: Arc<Chaos>, pace: Arc<Pace>, seed: u64, kills: usize, time: Duration) {
+    let mut random = Rng::with_seed(seed ^ 0x6b69_6c6c);
+    let mean = time.as_millis() as u64 / kills.max(1) as u64;
+    for _ in 0..kills {
+        sleep(Duration::from_millis(random.u64(0..=2 * mean))).await;
+        let fault = chaos.ledger.fault_begun();
+        if let Err(e) = chaos.kill(random.usize(..1 << 16)).await {
+            chaos.ledger.unexpected(format!("a kill failed: {e:#}"));
+        }
+        chaos.ledger.fault_ended(fault);
+        pace.step();
+    }
+}
+
+/// The binary that cargo built beside this example.
+fn binary() -> anyhow::Result<PathBuf> {
+    let own = std::env::current_exe()?;
+    let profile = own.parent().and_then(Path::parent);
+    let binary = profile.context("no directory")?.join("retry-scheduler");
+    ensure!(
+        binary.is_file(),
+        "{} is missing; `cargo dev torture` builds it",
+        binary.display()
+    );
+    Ok(binary)
+}
+
+/// A line now and then, in place on a terminal.
+async fn progress(ledger: Arc<Ledger>, begun: Instant) {
+    let in_place = std::io::stderr().is_terminal();
+    loop {
+        sleep(Duration::from_millis(if in_place { 500 } else { 10_000 })).await;
+        let (attempted, confirmed) = ledger.counts();
+        let line = format!(
+            "{:6.1} s  attempted {attempted}, confirmed {confirmed}, under way {}, arrivals {}",
+            begun.elapsed().as_secs_f64(),
+            ledger.under_way().len(),
+            ledger.arrivals()
+        );
+        if in_place {
+            let _ = write!(std::io::stderr(), "\r\x1b[K{line}");
+        } else {
+            eprintln!("{line}");
+        }
+    }
+}
+
+fn say(line: &str) {
+    let clear = if std::io::stderr().is_terminal() {
+        "\r\x1b[K"
+    } else {
+        ""
+    };
+    eprintln!("{clear}{line}");
+}

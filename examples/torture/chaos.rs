@@ -1,0 +1,345 @@
+//! Carries faults out, and watches the service notice and recover.
+
+use std::{net::SocketAddr, sync::Arc, time::Duration};
+
+use anyhow::{Context, ensure};
+use devstack::Stack;
+use futures::future::join_all;
+use lapin::options::QueueDeleteOptions;
+use tokio::{
+    sync::{Mutex, RwLock, mpsc, oneshot},
+    task::spawn_blocking,
+    time::{Instant, sleep, timeout},
+};
+
+use crate::{
+    consumer::Deletion,
+    fault::Fault,
+    instance::{PAST_TIMEOUTS, Slot, is_ready},
+    ledger::Ledger,
+    message::{INTAKE, TARGETS},
+    post::{PATIENCE, connect},
+    proxy::{Proxy, Way},
+};
+
+/// An outage must be noticed within this.
+const NOTICING: Duration = Duration::from_secs(20);
+
+/// And be over for the service within this after it is over.
+const RECOVERING: Duration = Duration::from_secs(60);
+
+/// How long a trap waits for somebody to run into it.
+const TRAPPING: Duration = Duration::from_secs(5);
+
+/// Everything that a fault may be done to.
+pub struct Chaos {
+    pub stack: Arc<Stack>,
+    pub slots: Vec<Mutex<Slot>>,
+    pub addresses: Vec<SocketAddr>,
+    pub deletions: Vec<mpsc::Sender<Deletion>>,
+    pub gate: Arc<RwLock<()>>,
+    pub ledger: Arc<Ledger>,
+}
+
+/// What came of one fault.
+pub struct Told {
+    /// Until `/ready` was red, where it has to be.
+    pub red: Option<Duration>,
+    /// From the end of the fault until all worked.
+    pub recovery: Duration,
+}
+
+impl Chaos {
+    /// Does it, and waits until the service has recovered.
+    pub async fn inflict(&self, fault: Fault, whom: usize) -> anyhow::Result<Told> {
+        let record = self.ledger.fault_begun();
+        let red = self.disturb(fault, whom).await;
+        self.ledger.fault_ended(record);
+        let red = red.with_context(|| fault.name())?;
+        let recovery = self.recovered(fault).await;
+        self.ledger.fault_ended(record);
+        self.all_alive().await?;
+        Ok(Told { red, recovery })
+    }
+
+    async fn disturb(&self, fault: Fault, whom: usize) -> anyhow::Result<Option<Duration>> {
+        match fault {
+            Fault::Kill => return self.kill(whom).await.map(|()| None),
+            Fault::Freeze => {
+                let slot = self.slot(whom).lock().await;
+                slot.freeze()?;
+                sleep(PAST_TIMEOUTS).await;
+                slot.thaw()?;
+            }
+            Fault::Leave => {
+                let mut slot = self.slot(whom).lock().await;
+                slot.leave().await?;
+                sleep(Duration::from_millis(300)).await;
+                slot.start()?;
+            }
+            Fault::PgCrash | Fault::PgKill | Fault::PgRestart => {
+                let stop = move |s: &Stack| match fault {
+                    Fault::PgCrash => s.postgres.stop_immediate(),
+                    Fault::PgKill => s.postgres.kill(),
+                    _ => s.postgres.stop(),
+                };
+                let start = |s: &Stack| s.postgres.start_again();
+                return self.outage(fault, stop, start).await;
+            }
+            Fault::PgFreeze => {
+                let (pause, resume) = (
+                    |s: &Stack| s.postgres.pause(),
+                    |s: &Stack| s.postgres.resume(),
+                );
+                return self.outage(fault, pause, resume).await;
+            }
+            Fault::PgTerminate => {
+                let sql = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity \
+                           WHERE application_name = 'torture'";
+                self.do_to(move |s| s.postgres.psql("postgres", sql).map(drop))
+                    .await?;
+            }
+            Fault::MqRestart | Fault::MqKill => {
+                let stop = move |s: &Stack| match fault {
+                    Fault::MqKill => s.rabbitmq.kill(),
+                    _ => s.rabbitmq.stop(),
+                };
+                let start = |s: &Stack| s.rabbitmq.start_again();
+                return self.outage(fault, stop, start).await;
+            }
+            Fault::MqFreeze => {
+                let (pause, resume) = (
+                    |s: &Stack| s.rabbitmq.pause(),
+                    |s: &Stack| s.rabbitmq.resume(),
+                );
+                return self.outage(fault, pause, resume).await;
+            }
+            Fault::MqClose => {
+                self.do_to(|s| s.rabbitmq.close_all_connections("torture"))
+                    .await?;
+            }
+            Fault::MqMemory => {
+                let clear = |s: &Stack| s.rabbitmq.clear_memory_alarm();
+                return self
+                    .alarm(fault, |s| s.rabbitmq.raise_memory_alarm(), clear)
+                    .await;
+            }
+            Fault::MqDisk => {
+                let limit = |s: &Stack, to| s.rabbitmq.ctl(&["set_disk_free_limit", to]).map(drop);
+                return self
+                    .alarm(
+                        fault,
+                        move |s| limit(s, "1000000000000000"),
+                        move |s| limit(s, "50MB"),
+                    )
+                    .await;
+            }
+            Fault::MqReject => {
+                let pattern = format!("^{}$", TARGETS[whom % TARGETS.len()]);
+                let full = r#"{"max-length":0,"overflow":"reject-publish"}"#;
+                self.do_to(move |s| {
+                    let set = ["set_policy", "full", &pattern, full];
+                    s.rabbitmq.ctl(&set).map(drop)
+                })
+                .await?;
+                sleep(Duration::from_secs(1)).await;
+                self.do_to(|s| s.rabbitmq.ctl(&["clear_policy", "full"]).map(drop))
+                    .await?;
+            }
+            Fault::TargetGone => self.delete_target(whom).await?,
+            Fault::IntakeGone => self.delete_intake().await?,
+            Fault::PgCut | Fault::MqCut => return self.partition(fault, whom, Way::Down).await,
+            Fault::PgStall | Fault::MqStall => {
+                return self.partition(fault, whom, Way::Stalled).await;
+            }
+            Fault::PgMute | Fault::MqMute => {
+                return self.partition(fault, whom, Way::NoAnswers).await;
+            }
+            Fault::PgSlow => {
+                let slot = self.slot(whom).lock().await;
+                slot.postgres.set(Way::Slow(Duration::from_millis(100)));
+                sleep(Duration::from_secs(3)).await;
+                slot.postgres.set(Way::Open);
+            }
+            Fault::PgCommitLost | Fault::PgCommitUnsent => {
+                let slot = self.slot(whom).lock().await;
+                slot.postgres.spring(fault.trap(), TRAPPING).await;
+            }
+            Fault::MqConfirmLost | Fault::MqAckUnsent | Fault::MqPublishUnsent => {
+                let slot = self.slot(whom).lock().await;
+                slot.rabbitmq.spring(fault.trap(), TRAPPING).await;
+            }
+        }
+        Ok(None)
+    }
+
+    fn slot(&self, whom: usize) -> &Mutex<Slot> {
+        &self.slots[whom % self.slots.len()]
+    }
+
+    /// SIGKILL and a new start, for whom no other fault has in hand.
+    pub async fn kill(&self, whom: usize) -> anyhow::Result<()> {
+        let free = (0..self.slots.len()).find_map(|i| self.slot(whom + i).try_lock().ok());
+        let mut slot = match free {
+            Some(slot) => slot,
+            None => self.slot(whom).lock().await,
+        };
+        slot.kill().await?;
+        slot.start()
+    }
+
+    async fn do_to<T: Send + 'static>(
+        &self,
+        act: impl FnOnce(&Stack) -> anyhow::Result<T> + Send + 'static,
+    ) -> anyhow::Result<T> {
+        let stack = self.stack.clone();
+        spawn_blocking(move || act(&stack)).await?
+    }
+
+    /// Stops or freezes a service until everyone has noticed.
+    async fn outage(
+        &self,
+        fault: Fault,
+        begin: impl FnOnce(&Stack) -> anyhow::Result<()> + Send + 'static,
+        end: impl FnOnce(&Stack) -> anyhow::Result<()> + Send + 'static,
+    ) -> anyhow::Result<Option<Duration>> {
+        self.do_to(begin).await?;
+        let red = self.noticed(fault, &self.addresses).await;
+        self.do_to(end).await?;
+        Ok(Some(red))
+    }
+
+    /// RabbitMQ tells of an alarm only those who publish: one is enough.
+    async fn alarm(
+        &self,
+        fault: Fault,
+        raise: impl FnOnce(&Stack) -> anyhow::Result<()> + Send + 'static,
+        clear: impl FnOnce(&Stack) -> anyhow::Result<()> + Send + 'static,
+    ) -> anyhow::Result<Option<Duration>> {
+        self.do_to(raise).await?;
+        let begun = Instant::now();
+        let one = self.addresses.iter().map(|address| seen(*address, false));
+        let one = futures::future::select_all(one.map(Box::pin));
+        if timeout(NOTICING, one).await.is_err() {
+            self.ledger
+                .unexpected(format!("/ready stayed green through {}", fault.name()));
+        }
+        let red = begun.elapsed();
+        self.do_to(clear).await?;
+        Ok(Some(red))
+    }
+
+    /// Cuts one instance off from one service until it has noticed.
+    async fn partition(
+        &self,
+        fault: Fault,
+        whom: usize,
+        way: Way,
+    ) -> anyhow::Result<Option<Duration>> {
+        let slot = self.slot(whom).lock().await;
+        let proxy: &Proxy = match fault {
+            Fault::PgCut | Fault::PgStall | Fault::PgMute => &slot.postgres,
+            _ => &slot.rabbitmq,
+        };
+        proxy.set(way);
+        let red = self.noticed(fault, &[slot.address()]).await;
+        proxy.set(Way::Open);
+        Ok(Some(red))
+    }
+
+    /// The instances stand still while the queue is emptied and deleted: RabbitMQ
+    /// confirms what reaches a queue in the moment of its deletion.
+    async fn delete_target(&self, whom: usize) -> anyhow::Result<()> {
+        let (gone, is_gone) = oneshot::channel();
+        let (back, is_back) = oneshot::channel();
+        let deletion = Deletion {
+            gone_for: Duration::from_millis(800),
+            gone,
+            back,
+        };
+        let slots = join_all(self.slots.iter().map(Mutex::lock)).await;
+        slots.iter().try_for_each(|slot| slot.freeze())?;
+        let asked = self.deletions[whom % self.deletions.len()].send(deletion);
+        let deleted = match asked.await {
+            Ok(()) => is_gone.await.is_ok(),
+            Err(_) => false,
+        };
+        slots.iter().try_for_each(|slot| slot.thaw())?;
+        drop(slots);
+        ensure!(deleted, "the queue was never empty");
+        Ok(is_back.await?)
+    }
+
+    /// Only when nothing is in it, unacknowledged or not: deleting a queue
+    /// loses what it holds, and that would be nobody's fault.
+    async fn delete_intake(&self) -> anyhow::Result<()> {
+        let _shut = self.gate.write().await;
+        let deadline = Instant::now() + RECOVERING;
+        loop {
+            let listed = self
+                .do_to(|s| s.rabbitmq.ctl(&["list_queues", "name", "messages"]))
+                .await?;
+            let mut queues = listed.lines().filter_map(|line| line.split_once('\t'));
+            if queues.any(|queue| queue == (INTAKE, "0")) {
+                break;
+            }
+            ensure!(Instant::now() < deadline, "the intake queue is never empty");
+        }
+        let url = self.stack.rabbitmq.url();
+        let delete = async {
+            let connection = connect(&url).await?;
+            let channel = connection.create_channel().await?;
+            let options = QueueDeleteOptions::default();
+            channel.queue_delete(INTAKE.into(), options).await?;
+            connection.close(200, "deleted".into()).await
+        };
+        timeout(PATIENCE, delete).await??;
+        Ok(())
+    }
+
+    /// Waits until each of them has been red; how long that took.
+    async fn noticed(&self, fault: Fault, who: &[SocketAddr]) -> Duration {
+        let begun = Instant::now();
+        let all = join_all(who.iter().map(|address| seen(*address, false)));
+        if timeout(NOTICING, all).await.is_err() {
+            self.ledger
+                .unexpected(format!("/ready stayed green through {}", fault.name()));
+        }
+        begun.elapsed()
+    }
+
+    /// Waits until each instance is green again and messages come back.
+    async fn recovered(&self, fault: Fault) -> Duration {
+        let begun = Instant::now();
+        let before = self.ledger.arrivals();
+        let all = async {
+            join_all(self.addresses.iter().map(|address| seen(*address, true))).await;
+            while self.ledger.arrivals() == before && !self.ledger.under_way().is_empty() {
+                sleep(Duration::from_millis(20)).await;
+            }
+        };
+        if timeout(RECOVERING, all).await.is_err() {
+            self.ledger
+                .unexpected(format!("the service did not recover from {}", fault.name()));
+        }
+        begun.elapsed()
+    }
+
+    async fn all_alive(&self) -> anyhow::Result<()> {
+        for slot in &self.slots {
+            let mut slot = slot.lock().await;
+            if let Err(e) = slot.ensure_alive() {
+                self.ledger.unexpected(e.to_string());
+                slot.start()?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Waits until `/ready` is as wanted.
+async fn seen(address: SocketAddr, green: bool) {
+    while is_ready(address).await != green {
+        sleep(Duration::from_millis(50)).await;
+    }
+}

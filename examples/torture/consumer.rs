@@ -1,0 +1,234 @@
+//! Consumers: they take what comes back, fail some of it again, and read review.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use anyhow::{Context, bail};
+use futures::StreamExt;
+use lapin::{
+    Channel,
+    message::Delivery,
+    options::{
+        BasicAckOptions, BasicCancelOptions, BasicConsumeOptions, BasicPublishOptions,
+        BasicQosOptions, QueueDeclareOptions, QueueDeleteOptions,
+    },
+    types::FieldTable,
+};
+use retry_scheduler::wire::proto::ReviewMessage;
+use tokio::{
+    sync::{mpsc, oneshot},
+    time::{sleep, timeout},
+};
+
+use crate::{
+    ledger::Ledger,
+    message::{Message, REVIEW},
+    post::{PATIENCE, Post, connect},
+};
+
+const PREFETCH: u16 = 100;
+
+/// Nothing came for so long: nothing is on its way.
+const STILL: Duration = Duration::from_millis(200);
+
+/// How often to try to find a queue empty.
+const TRIES: usize = 5;
+
+/// Deletes the queue once nothing comes any more and nothing is in it, and makes
+/// it anew after a while. Whoever asks sees to it that nothing comes.
+pub struct Deletion {
+    pub gone_for: Duration,
+    /// Told when it is gone; dropped when that could not be done.
+    pub gone: oneshot::Sender<()>,
+    /// Told when it is there again.
+    pub back: oneshot::Sender<()>,
+}
+
+/// What the campaign itself does wrong, to show that it is noticed.
+#[derive(Default)]
+pub struct Tricks {
+    /// So many messages vanish from a queue.
+    pub steal: AtomicUsize,
+    /// So many are published once more.
+    pub copy: AtomicUsize,
+}
+
+/// The consumer of one queue; connects anew when it must.
+pub struct Consumer {
+    pub queue: &'static str,
+    pub url: String,
+    pub post: Post,
+    pub ledger: Arc<Ledger>,
+    pub deletions: mpsc::Receiver<Deletion>,
+    pub tricks: Arc<Tricks>,
+}
+
+impl Consumer {
+    pub async fn run(mut self) {
+        let mut asked: Option<(Deletion, usize)> = None;
+        loop {
+            let _ = self.session(&mut asked).await;
+            if let Some((_, tries)) = &mut asked {
+                *tries += 1;
+            }
+            asked.take_if(|(_, tries)| *tries > TRIES);
+            sleep(Duration::from_millis(100)).await;
+        }
+    }
+
+    /// Until the connection fails, or the queue was deleted or found not empty.
+    async fn session(&mut self, asked: &mut Option<(Deletion, usize)>) -> anyhow::Result<()> {
+        let connection = timeout(PATIENCE, connect(&self.url)).await??;
+        let channel = timeout(PATIENCE, connection.create_channel()).await??;
+        self.declare(&channel).await?;
+        let qos = channel.basic_qos(PREFETCH, BasicQosOptions::default());
+        timeout(PATIENCE, qos).await??;
+        let consumer = channel.basic_consume(
+            self.queue.into(),
+            "".into(),
+            BasicConsumeOptions::default(),
+            FieldTable::default(),
+        );
+        let consumer = timeout(PATIENCE, consumer).await??;
+        let tag = consumer.tag();
+        let mut chunks = consumer.ready_chunks(usize::from(PREFETCH));
+        loop {
+            tokio::select! {
+                chunk = chunks.next() => {
+                    let chunk = chunk.context("the subscription ended")?;
+                    self.take(&channel, chunk).await?;
+                }
+                deletion = self.deletions.recv(), if asked.is_none() => {
+                    *asked = Some((deletion.context("the campaign is over")?, 0));
+                }
+                () = sleep(STILL), if asked.is_some() => break,
+            }
+        }
+        let cancel = channel.basic_cancel(tag, BasicCancelOptions::default());
+        timeout(PATIENCE, cancel).await??;
+        while let Ok(Some(chunk)) = timeout(STILL, chunks.next()).await {
+            self.take(&channel, chunk).await?;
+        }
+        let only_empty = QueueDeleteOptions {
+            if_empty: true,
+            ..QueueDeleteOptions::default()
+        };
+        timeout(
+            PATIENCE,
+            channel.queue_delete(self.queue.into(), only_empty),
+        )
+        .await??;
+        if let Some((deletion, _)) = asked.take() {
+            let _ = deletion.gone.send(());
+            sleep(deletion.gone_for).await;
+            let made = self.declare(&channel).await;
+            let _ = deletion.back.send(());
+            made?;
+        }
+        let _ = timeout(PATIENCE, connection.close(200, "anew".into())).await;
+        Ok(())
+    }
+
+    async fn declare(&self, channel: &Channel) -> anyhow::Result<()> {
+        let declare = channel.queue_declare(
+            self.queue.into(),
+            QueueDeclareOptions::durable(),
+            FieldTable::default(),
+        );
+        timeout(PATIENCE, declare).await??;
+        Ok(())
+    }
+
+    /// Notes what came, reports what fails, and only then acknowledges.
+    async fn take(
+        &mut self,
+        channel: &Channel,
+        chunk: Vec<lapin::Result<Delivery>>,
+    ) -> anyhow::Result<()> {
+        let deliveries: Vec<Delivery> = chunk.into_iter().collect::<Result<_, _>>()?;
+        let mut fail = Vec::new();
+        for delivery in &deliveries {
+            if self.queue == REVIEW {
+                self.reviewed(delivery);
+            } else if let Some(message) = self.came_back(channel, delivery).await {
+                fail.push(message);
+            }
+        }
+        if !fail.is_empty() {
+            self.post.report(&fail, "failed again").await?;
+        }
+        if let Some(last) = deliveries.last() {
+            let ack = last.ack(BasicAckOptions { multiple: true });
+            timeout(PATIENCE, ack).await??;
+        }
+        Ok(())
+    }
+
+    /// The message, if it is to fail again.
+    async fn came_back(&self, channel: &Channel, delivery: &Delivery) -> Option<Message> {
+        let header = |name: &str| {
+            let headers = delivery.properties.headers().as_ref()?;
+            headers.inner().get(name)?.as_long_int()
+        };
+        let id = delivery.properties.message_id().as_ref();
+        let id = id.map(|id| id.to_string()).unwrap_or_default();
+        let message = Message::of_payload(&delivery.data);
+        let (Some(message), Some(count)) = (message, header("x-retry-count")) else {
+            let what = format!("{} got something strange with id {id:?}", self.queue);
+            self.ledger.unexpected(what);
+            return None;
+        };
+        if message.queue() != self.queue || message.id().to_string() != id {
+            let what = format!("{message:?} came to {} with id {id:?}", self.queue);
+            self.ledger.unexpected(what);
+        }
+        if taken(&self.tricks.steal) {
+            return None;
+        }
+        if taken(&self.tricks.copy) {
+            let _ = copy(channel, self.queue, delivery).await;
+        }
+        self.ledger
+            .arrived(message, Some(count), delivery.redelivered);
+        message.fails(count).then_some(message)
+    }
+
+    fn reviewed(&self, delivery: &Delivery) {
+        let found = self.in_review(delivery);
+        if let Err(e) = found {
+            self.ledger.unexpected(format!("in review: {e:#}"));
+        }
+    }
+
+    fn in_review(&self, delivery: &Delivery) -> anyhow::Result<()> {
+        let review: ReviewMessage = serde_json::from_slice(&delivery.data)?;
+        let message = Message::of_payload(&review.original_payload)
+            .with_context(|| format!("{} is not what was sent", review.message_id))?;
+        self.ledger.arrived(message, None, delivery.redelivered);
+        match review.reason.as_str() {
+            "exhausted" | "unroutable" | "invalid" | "late" => Ok(()),
+            other => bail!("{message:?} is there as {other}: {}", review.error),
+        }
+    }
+}
+
+fn taken(counter: &AtomicUsize) -> bool {
+    let less = |n: usize| n.checked_sub(1);
+    counter
+        .fetch_update(Ordering::Relaxed, Ordering::Relaxed, less)
+        .is_ok()
+}
+
+async fn copy(channel: &Channel, queue: &str, delivery: &Delivery) -> lapin::Result<()> {
+    let properties = delivery.properties.clone();
+    let options = BasicPublishOptions::default();
+    let publish =
+        channel.basic_publish("".into(), queue.into(), options, &delivery.data, properties);
+    publish.await?.await?;
+    Ok(())
+}

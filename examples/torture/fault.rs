@@ -1,0 +1,126 @@
+//! The faults there are, and which come when: that follows from the seed.
+
+use clap::ValueEnum;
+use fastrand::Rng;
+
+use crate::proxy::Trap;
+
+/// Something that goes wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum)]
+pub enum Fault {
+    /// SIGKILL for an instance, which is started again
+    Kill,
+    /// SIGSTOP for an instance until all its time-outs have passed
+    Freeze,
+    /// SIGTERM for an instance, which leaves, and joins again
+    Leave,
+    /// Postgres: `stop -m immediate`
+    PgCrash,
+    /// Postgres: SIGKILL for all its processes
+    PgKill,
+    /// Postgres: `stop -m fast`
+    PgRestart,
+    /// Postgres: SIGSTOP for all its processes
+    PgFreeze,
+    /// Postgres: all backends terminated
+    PgTerminate,
+    /// RabbitMQ: stopped and started
+    MqRestart,
+    /// RabbitMQ: SIGKILL
+    MqKill,
+    /// RabbitMQ: SIGSTOP
+    MqFreeze,
+    /// RabbitMQ: all connections closed
+    MqClose,
+    /// RabbitMQ: memory alarm
+    MqMemory,
+    /// RabbitMQ: disk alarm
+    MqDisk,
+    /// RabbitMQ: a target queue that rejects publishes
+    MqReject,
+    /// A target queue deleted, and made anew
+    TargetGone,
+    /// The intake queue deleted
+    IntakeGone,
+    /// One instance cut off from Postgres
+    PgCut,
+    /// One instance's connections to Postgres stall
+    PgStall,
+    /// One instance hears nothing of Postgres
+    PgMute,
+    /// One instance's way to Postgres is slow
+    PgSlow,
+    /// One instance's connection cut after a COMMIT, before its answer
+    PgCommitLost,
+    /// One instance's connection cut before a COMMIT
+    PgCommitUnsent,
+    /// One instance cut off from RabbitMQ
+    MqCut,
+    /// One instance's connections to RabbitMQ stall
+    MqStall,
+    /// One instance hears nothing of RabbitMQ
+    MqMute,
+    /// One instance's connection cut before a confirm
+    MqConfirmLost,
+    /// One instance's connection cut before an ack
+    MqAckUnsent,
+    /// One instance's connection cut before a publish
+    MqPublishUnsent,
+}
+
+impl Fault {
+    pub fn name(self) -> String {
+        let value = self.to_possible_value();
+        value.map(|v| v.get_name().to_owned()).unwrap_or_default()
+    }
+
+    /// Where the connection is cut, for the faults that wait for their moment.
+    /// AMQP's methods are known by class 60 and their number.
+    pub fn trap(self) -> Option<Trap> {
+        let (bytes, in_request, passed_on): (&[u8], bool, bool) = match self {
+            Self::PgCommitLost => (b"COMMIT", true, true),
+            Self::PgCommitUnsent => (b"COMMIT", true, false),
+            Self::MqConfirmLost => (&[0, 60, 0, 80], false, false),
+            Self::MqAckUnsent => (&[0, 60, 0, 80], true, false),
+            Self::MqPublishUnsent => (&[0, 60, 0, 40], true, false),
+            _ => return None,
+        };
+        Some(Trap {
+            bytes,
+            in_request,
+            passed_on,
+        })
+    }
+}
+
+/// A fault, and a number by which whoever it hits is chosen.
+#[derive(Clone, Copy, Debug)]
+pub struct Planned {
+    pub fault: Fault,
+    pub whom: usize,
+    /// Milliseconds before it.
+    pub pause: u64,
+}
+
+/// `count` faults of `kinds`: each kind once in random order, then again.
+pub fn plan(seed: u64, kinds: &[Fault], count: usize) -> Vec<Planned> {
+    let mut random = Rng::with_seed(seed);
+    let mut plan = Vec::with_capacity(count);
+    let mut round: Vec<Fault> = Vec::new();
+    while plan.len() < count {
+        let fault = match round.pop() {
+            Some(fault) => fault,
+            None => {
+                round.extend(kinds);
+                random.shuffle(&mut round);
+                continue;
+            }
+        };
+        plan.push(Planned {
+            fault,
+            whom: random.usize(..1 << 16),
+            pause: random.u64(100..1000),
+        });
+    }
+    plan
+}

@@ -1,0 +1,180 @@
+//! Instances of the real binary, each with a way of its own to both services.
+
+use std::{
+    fs::File,
+    net::{Ipv4Addr, SocketAddr, TcpListener},
+    path::{Path, PathBuf},
+    process::Stdio,
+    time::Duration,
+};
+
+use anyhow::{Context, ensure};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+    process::{Child, Command},
+    time::timeout,
+};
+
+use crate::{
+    message::{INTAKE, REVIEW},
+    proxy::Proxy,
+};
+
+/// Time-outs so short that a fault can outlast every one of them.
+const SETTINGS: [(&str, &str); 14] = [
+    ("SERVICE_NAME", "torture"),
+    ("HTTP_HOST", "127.0.0.1"),
+    ("RETRY_QUEUE", INTAKE),
+    ("MANUAL_REVIEW_QUEUE", REVIEW),
+    ("BASE_DELAY_MS", "300"),
+    ("MAX_DELAY_MS", "2000"),
+    ("JITTER_MS", "200"),
+    ("DATABASE_TIMEOUT_MS", "2000"),
+    ("CONFIRM_TIMEOUT_MS", "2000"),
+    ("BROKER_TIMEOUT_MS", "2000"),
+    ("BROKER_HEARTBEAT_SECONDS", "2"),
+    ("SHUTDOWN_TIMEOUT_MS", "5000"),
+    ("INTAKE_PREFETCH", "200"),
+    ("LOG_FORMAT", "json"),
+];
+
+/// Longer than any of the time-outs, and than the sum of any two.
+pub const PAST_TIMEOUTS: Duration = Duration::from_millis(4500);
+
+/// How long a clean stop may take: the shutdown's deadline and a bit.
+const LEAVING: Duration = Duration::from_secs(10);
+
+/// One place for an instance: what runs there changes, its ways stay.
+pub struct Slot {
+    pub postgres: Proxy,
+    pub rabbitmq: Proxy,
+    number: usize,
+    binary: PathBuf,
+    log: PathBuf,
+    address: SocketAddr,
+    child: Option<Child>,
+}
+
+impl Slot {
+    pub async fn new(
+        number: usize,
+        binary: &Path,
+        logs: &Path,
+        stack: &devstack::Stack,
+    ) -> anyhow::Result<Self> {
+        // Free now; nobody else is given it so soon.
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+        Ok(Self {
+            postgres: Proxy::to(stack.postgres.port()).await?,
+            rabbitmq: Proxy::to(stack.rabbitmq.port()).await?,
+            number,
+            binary: binary.to_owned(),
+            log: logs.join(format!("instance-{number}.log")),
+            address: listener.local_addr()?,
+            child: None,
+        })
+    }
+
+    /// Starts an instance here.
+    pub fn start(&mut self) -> anyhow::Result<()> {
+        let log = File::options().create(true).append(true).open(&self.log)?;
+        let database = format!(
+            "postgresql://postgres@127.0.0.1:{}/torture",
+            self.postgres.port()
+        );
+        let broker = format!("amqp://guest:guest@127.0.0.1:{}/%2f", self.rabbitmq.port());
+        let child = Command::new(&self.binary)
+            .arg("serve")
+            .env_clear()
+            .envs(SETTINGS)
+            .envs(std::env::var("RETRY_PLANT").map(|bug| ("RETRY_PLANT", bug)))
+            // Measured for coverage or not: one that is killed leaves half a file.
+            .env("LLVM_PROFILE_FILE", "/dev/null")
+            .env("DATABASE_URL", database)
+            .env("RABBITMQ_URL", broker)
+            .env("HTTP_PORT", self.address.port().to_string())
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log)
+            .kill_on_drop(true)
+            .spawn()
+            .with_context(|| format!("starting {}", self.binary.display()))?;
+        self.child = Some(child);
+        Ok(())
+    }
+
+    /// SIGKILL.
+    pub async fn kill(&mut self) -> anyhow::Result<()> {
+        if let Some(mut child) = self.child.take() {
+            child.kill().await?;
+        }
+        Ok(())
+    }
+
+    /// SIGTERM; it must end cleanly and in time.
+    pub async fn leave(&mut self) -> anyhow::Result<()> {
+        self.signal(Signal::SIGTERM)?;
+        if let Some(mut child) = self.child.take() {
+            let status = timeout(LEAVING, child.wait())
+                .await
+                .with_context(|| format!("instance {} does not stop", self.number))??;
+            ensure!(
+                status.success(),
+                "instance {} stopped with {status}",
+                self.number
+            );
+        }
+        Ok(())
+    }
+
+    pub fn freeze(&self) -> anyhow::Result<()> {
+        self.signal(Signal::SIGSTOP)
+    }
+
+    pub fn thaw(&self) -> anyhow::Result<()> {
+        self.signal(Signal::SIGCONT)
+    }
+
+    fn signal(&self, signal: Signal) -> anyhow::Result<()> {
+        let pid = self.child.as_ref().and_then(Child::id);
+        let pid = pid.with_context(|| format!("instance {} does not run", self.number))?;
+        Ok(kill(Pid::from_raw(i32::try_from(pid)?), signal)?)
+    }
+
+    /// An instance that ended by itself has failed, whatever the fault.
+    pub fn ensure_alive(&mut self) -> anyhow::Result<()> {
+        if let Some(child) = &mut self.child
+            && let Some(status) = child.try_wait()?
+        {
+            self.child = None;
+            anyhow::bail!("instance {} ended by itself: {status}", self.number);
+        }
+        Ok(())
+    }
+
+    pub fn runs(&self) -> bool {
+        self.child.is_some()
+    }
+
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+}
+
+/// Whether `/ready` is green; no answer is red.
+pub async fn is_ready(address: SocketAddr) -> bool {
+    let asking = async {
+        let mut stream = TcpStream::connect(address).await?;
+        let request = b"GET /ready HTTP/1.0\r\nHost: localhost\r\n\r\n";
+        stream.write_all(request).await?;
+        let mut status = [0; 12];
+        stream.read_exact(&mut status).await?;
+        std::io::Result::Ok(status.ends_with(b" 200"))
+    };
+    matches!(timeout(Duration::from_secs(5), asking).await, Ok(Ok(true)))
+}

@@ -1,0 +1,183 @@
+//! `cargo dev torture`: is anything ever lost?
+//!
+//! Producers with confirms, instances of the real binary, a Postgres and a
+//! RabbitMQ of its own, and faults. In the end every message that was confirmed
+//! to a producer must be back in its queue, in review, or in a row that waits.
+
+mod campaign;
+mod chaos;
+mod consumer;
+mod fault;
+mod instance;
+mod ledger;
+mod message;
+mod plant;
+mod post;
+mod proxy;
+mod rows;
+
+use std::{path::Path, process::ExitCode};
+
+use clap::{Parser, ValueEnum};
+use tokio_util::sync::CancellationToken;
+
+use crate::{campaign::Campaign, fault::Fault, ledger::Verdict, plant::Plant};
+
+const AFTER_HELP: &str = "\
+Exit status: 0 when nothing was lost, unexpected or over its bound, 1 otherwise.
+
+A long one, of an hour or so:
+  cargo dev torture --messages 100000 --instances 4 --faults 600 --kills 500 --seconds 3600
+One that must fail, because rows are deleted behind the service's back:
+  cargo dev torture --messages 500 --faults 0 --seconds 5 --plant lose-rows
+One with a bug in the service, of those in src/plant.rs:
+  RETRY_PLANT=IgnoreReturns cargo dev torture --faults 3 --only target-gone
+All of that kind, which must all be caught:
+  examples/torture/controls.sh";
+
+/// Do everything to retry-scheduler that can be done, and see whether a message is lost.
+///
+/// Runs instances of the real binary between producers and consumers, with a
+/// Postgres and a RabbitMQ of their own, while faults happen. The seed decides
+/// which faults, to whom, and after which pause.
+#[derive(Debug, Parser)]
+#[command(
+    name = "cargo dev torture",
+    bin_name = "cargo dev torture",
+    after_help = AFTER_HELP,
+    args_override_self = true
+)]
+struct Args {
+    /// Chooses the faults [default: random]
+    #[arg(long, default_value_t = fastrand::u64(..1_000_000), hide_default_value = true)]
+    seed: u64,
+    /// Messages to send
+    #[arg(long, default_value_t = 3000)]
+    messages: usize,
+    /// Instances of the service
+    #[arg(long, default_value_t = 3)]
+    instances: usize,
+    /// Faults, one after the other
+    #[arg(long, default_value_t = 15)]
+    faults: usize,
+    /// SIGKILLs at random moments, beside the other faults
+    #[arg(long, default_value_t = 5)]
+    kills: usize,
+    /// Over how long to spread messages and faults, at least
+    #[arg(long, default_value_t = 40, value_parser = clap::value_parser!(u64).range(1..))]
+    seconds: u64,
+    /// Only these faults [default: all]
+    #[arg(long, value_enum, value_delimiter = ',')]
+    only: Vec<Fault>,
+    /// Do something wrong, to see it noticed
+    #[arg(long, value_enum)]
+    plant: Option<Plant>,
+}
+
+impl Args {
+    fn kinds(&self) -> Vec<Fault> {
+        if self.only.is_empty() {
+            Fault::value_variants().to_vec()
+        } else {
+            self.only.clone()
+        }
+    }
+}
+
+#[tokio::main]
+async fn main() -> ExitCode {
+    let args = Args::parse();
+    let stop = CancellationToken::new();
+    tokio::spawn(on_signals(stop.clone()));
+    let logs = std::env::temp_dir().join(format!("torture-{}", std::process::id()));
+    match torture(&args, &logs, &stop).await {
+        Ok(Some(true)) => {
+            let _ = std::fs::remove_dir_all(&logs);
+            ExitCode::SUCCESS
+        }
+        Ok(Some(false)) => {
+            eprintln!("The instances' logs are in {}", logs.display());
+            ExitCode::FAILURE
+        }
+        Ok(None) => ExitCode::from(130),
+        Err(e) => {
+            eprintln!(
+                "torture: {e:#}; the instances' logs are in {}",
+                logs.display()
+            );
+            ExitCode::FAILURE
+        }
+    }
+}
+
+async fn on_signals(stop: CancellationToken) {
+    use tokio::signal::unix::{SignalKind, signal};
+    let Ok(mut terminate) = signal(SignalKind::terminate()) else {
+        return;
+    };
+    tokio::select! {
+        _ = terminate.recv() => {}
+        _ = tokio::signal::ctrl_c() => {}
+    }
+    stop.cancel();
+}
+
+/// Whether all is well; `None` when it was interrupted.
+async fn torture(
+    args: &Args,
+    logs: &Path,
+    stop: &CancellationToken,
+) -> anyhow::Result<Option<bool>> {
+    std::fs::create_dir_all(logs)?;
+    println!(
+        "seed {}: {} messages, {} instances, {} faults and {} kills",
+        args.seed, args.messages, args.instances, args.faults, args.kills
+    );
+    let Some(campaign) = stop.run_until_cancelled(Campaign::begin(args, logs)).await else {
+        return Ok(None);
+    };
+    let mut campaign = campaign?;
+    let judged = stop
+        .run_until_cancelled(async {
+            campaign.run(args).await?;
+            campaign.judge().await
+        })
+        .await;
+    let (faults, recovery) = campaign.summary(args.kills);
+    campaign.end().await;
+    let Some(verdict) = judged else {
+        return Ok(None);
+    };
+    let verdict = verdict?;
+    println!("faults, and the longest recovery: {faults}");
+    tell(&verdict, recovery.as_secs_f64());
+    Ok(Some(verdict.is_good()))
+}
+
+fn tell(verdict: &Verdict, recovery: f64) {
+    let bad = [
+        ("lost", &verdict.lost),
+        ("unexpected", &verdict.unexpected),
+        ("over bound", &verdict.over_bound),
+    ];
+    for (kind, list) in bad {
+        for what in list.iter().take(20) {
+            println!("{kind}: {what}");
+        }
+    }
+    println!(
+        "attempted {}, confirmed {}, lost {}, duplicated {}{}, unexpected {}, over bound {}, \
+         recovery p95 {recovery:.1} s",
+        verdict.attempted,
+        verdict.confirmed,
+        verdict.lost.len(),
+        verdict.duplicated,
+        if verdict.unexplained == 0 {
+            " (all at a fault)"
+        } else {
+            ""
+        },
+        verdict.unexpected.len(),
+        verdict.over_bound.len(),
+    );
+}

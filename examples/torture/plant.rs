@@ -1,0 +1,55 @@
+//! Negative controls: what the campaign does wrong on purpose must be noticed.
+
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
+
+use clap::ValueEnum;
+use tokio::time::sleep;
+
+use crate::{consumer::Tricks, rows::Rows};
+
+/// Something wrong, done a few times behind the service's back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Plant {
+    /// Rows that wait are deleted
+    LoseRows,
+    /// Rows that wait are marked as sent back
+    SettleUnsent,
+    /// Messages vanish from their queue
+    Steal,
+    /// Messages are published once more
+    Copy,
+    /// Counts are set back
+    ForgetCounts,
+}
+
+impl Plant {
+    /// Does it as soon as there is something to do it to.
+    pub async fn grow(self, rows: Arc<Rows>, tricks: Arc<Tricks>) {
+        let sql = match self {
+            Self::LoseRows => {
+                "DELETE FROM retry_queue WHERE id IN (
+                     SELECT id FROM retry_queue WHERE status = 'pending' LIMIT 3
+                     FOR UPDATE SKIP LOCKED)"
+            }
+            Self::SettleUnsent => {
+                "UPDATE retry_queue SET status = 'retried', reason = NULL WHERE id IN (
+                     SELECT id FROM retry_queue WHERE status = 'pending' LIMIT 3
+                     FOR UPDATE SKIP LOCKED)"
+            }
+            Self::ForgetCounts => {
+                "UPDATE retry_queue SET retry_count = 0 WHERE id IN (
+                     SELECT id FROM retry_queue
+                     WHERE status = 'pending' AND retry_count BETWEEN 1 AND max_retries - 1
+                     LIMIT 3 FOR UPDATE SKIP LOCKED)"
+            }
+            Self::Steal => return tricks.steal.store(3, Ordering::Relaxed),
+            Self::Copy => return tricks.copy.store(3, Ordering::Relaxed),
+        };
+        while !matches!(rows.spoil(sql).await, Ok(1..)) {
+            sleep(Duration::from_millis(20)).await;
+        }
+    }
+}

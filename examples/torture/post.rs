@@ -1,0 +1,195 @@
+//! Producers: they report failures with confirms, and say only what was confirmed.
+
+use std::{
+    collections::HashSet,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use anyhow::{Context, bail};
+use lapin::{
+    BasicProperties, Channel, Confirmation, Connection, ConnectionProperties,
+    options::{BasicPublishOptions, ConfirmSelectOptions},
+};
+use tokio::{
+    sync::RwLock,
+    time::{Instant, sleep, timeout},
+};
+
+use crate::{
+    ledger::Ledger,
+    message::{INTAKE, Message},
+};
+
+/// How long to wait for RabbitMQ before trying anew.
+pub const PATIENCE: Duration = Duration::from_secs(5);
+
+/// How many reports are under way at once.
+const CHUNK: usize = 20;
+
+/// A connection to report failures on, made anew when it fails.
+pub struct Post {
+    url: String,
+    ledger: Arc<Ledger>,
+    /// Held for writing, nobody reports: for faults that would lose reports.
+    gate: Arc<RwLock<()>>,
+    open: Option<(Connection, Channel)>,
+}
+
+impl Post {
+    pub fn new(url: &str, ledger: &Arc<Ledger>, gate: &Arc<RwLock<()>>) -> Self {
+        Self {
+            url: url.to_owned(),
+            ledger: ledger.clone(),
+            gate: gate.clone(),
+            open: None,
+        }
+    }
+
+    /// Connects, unless it is connected as far as it knows.
+    async fn open(&mut self) -> anyhow::Result<()> {
+        if self.open.is_none() {
+            self.open = Some(timeout(PATIENCE, open(&self.url)).await??);
+        }
+        Ok(())
+    }
+
+    /// Reports failures; the ledger is told what RabbitMQ confirmed. An error
+    /// when that is not all.
+    pub async fn report(&mut self, messages: &[Message], error: &str) -> anyhow::Result<()> {
+        let gate = self.gate.clone();
+        let _passed = gate.read().await;
+        self.open().await?;
+        let (connection, channel) = self.open.take().context("not open")?;
+        let mut confirms = Vec::with_capacity(messages.len());
+        let sent = Instant::now();
+        for message in messages {
+            let mandatory = BasicPublishOptions {
+                mandatory: true,
+                ..BasicPublishOptions::default()
+            };
+            let properties = BasicProperties::default()
+                .with_message_id(message.number.to_string().into())
+                .with_delivery_mode(2);
+            let body = message.report(error);
+            let publish =
+                channel.basic_publish("".into(), INTAKE.into(), mandatory, &body, properties);
+            match timeout(PATIENCE, publish).await {
+                Ok(Ok(confirm)) => confirms.push((*message, confirm)),
+                _ => break,
+            }
+        }
+        // A return may sit on another one's confirm.
+        let mut acked = Vec::with_capacity(confirms.len());
+        let mut returned = HashSet::new();
+        let deadline = sent + PATIENCE;
+        for (message, confirm) in confirms {
+            let Ok(Ok(answer)) = tokio::time::timeout_at(deadline, confirm).await else {
+                continue;
+            };
+            if let Confirmation::Ack(_) = answer {
+                acked.push(message);
+            }
+            if let Some(back) = answer.take_message() {
+                let number = back.delivery.properties.message_id().clone();
+                returned.insert(number.map(|n| n.to_string()).unwrap_or_default());
+            }
+        }
+        acked.retain(|m| !returned.contains(&m.number.to_string()));
+        for message in &acked {
+            self.ledger.confirmed(*message, sent);
+        }
+        if acked.len() < messages.len() {
+            bail!("{} of {} confirmed", acked.len(), messages.len());
+        }
+        self.open = Some((connection, channel));
+        Ok(())
+    }
+}
+
+async fn open(url: &str) -> lapin::Result<(Connection, Channel)> {
+    let connection = connect(url).await?;
+    let channel = connection.create_channel().await?;
+    channel
+        .confirm_select(ConfirmSelectOptions::default())
+        .await?;
+    Ok((connection, channel))
+}
+
+/// A connection of the campaign's own, past all proxies.
+pub async fn connect(url: &str) -> lapin::Result<Connection> {
+    let properties = ConnectionProperties::default().with_connection_name("campaign".into());
+    Connection::connect(url, properties).await
+}
+
+/// Spreads the messages over the time, and over the faults.
+pub struct Pace {
+    pub messages: usize,
+    pub begun: Instant,
+    pub time: Duration,
+    pub steps: usize,
+    done: AtomicUsize,
+}
+
+impl Pace {
+    pub fn new(messages: usize, time: Duration, steps: usize) -> Self {
+        Self {
+            messages,
+            begun: Instant::now(),
+            time,
+            steps: steps + 1,
+            done: AtomicUsize::new(1),
+        }
+    }
+
+    /// One fault is over.
+    pub fn step(&self) {
+        self.done.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn allowed(&self) -> usize {
+        let by_time = self.begun.elapsed().as_secs_f64() / self.time.as_secs_f64();
+        let by_step = self.done.load(Ordering::Relaxed) as f64 / self.steps as f64;
+        (self.messages as f64 * by_time.min(by_step).min(1.0)) as usize
+    }
+}
+
+/// One of several producers: every `of`th message is its own. What was not
+/// confirmed is not sent again.
+pub async fn produce(
+    mut post: Post,
+    ledger: Arc<Ledger>,
+    pace: Arc<Pace>,
+    first: usize,
+    of: usize,
+) {
+    let mut own = (first..pace.messages).step_by(of).peekable();
+    while own.peek().is_some() {
+        if post.open().await.is_err() {
+            sleep(Duration::from_millis(200)).await;
+            continue;
+        }
+        let allowed = pace.allowed();
+        let mut chunk = Vec::with_capacity(CHUNK);
+        while let Some(number) = own.next_if(|n| *n < allowed && chunk.len() < CHUNK) {
+            chunk.push(Message { number });
+        }
+        if chunk.is_empty() {
+            sleep(Duration::from_millis(20)).await;
+            continue;
+        }
+        for message in &chunk {
+            ledger.attempted(*message);
+        }
+        if post
+            .report(&chunk, "failed for the first time")
+            .await
+            .is_err()
+        {
+            sleep(Duration::from_millis(500)).await;
+        }
+    }
+}

@@ -1,0 +1,88 @@
+//! What Postgres says: which messages wait, and whether the history is sound.
+
+use std::collections::HashSet;
+
+use anyhow::Context;
+use sqlx::{PgPool, postgres::PgPoolOptions};
+
+use crate::{ledger::Verdict, message::Message};
+
+/// Looks at the rows past all proxies.
+pub struct Rows(PgPool);
+
+/// History that must not be, with the rule it breaks.
+const UNSOUND: [(&str, &str); 4] = [
+    (
+        "one retry was settled twice",
+        "SELECT format('task %s as retry %s', task_id, retry_count) FROM retry_events
+         WHERE event_type = 'retry_attempt'
+         GROUP BY task_id, retry_count HAVING count(*) > 1",
+    ),
+    (
+        "a count went down",
+        "SELECT format('task %s at event %s', task_id, id) FROM (
+             SELECT *, lag(retry_count) OVER (PARTITION BY task_id ORDER BY id) AS before
+             FROM retry_events) e
+         WHERE retry_count < before",
+    ),
+    (
+        "the history does not follow on itself",
+        "SELECT format('task %s at event %s: %s after %s', task_id, id, from_status, before) FROM (
+             SELECT *, lag(status) OVER (PARTITION BY task_id ORDER BY id) AS before
+             FROM retry_events) e
+         WHERE from_status IS DISTINCT FROM before",
+    ),
+    (
+        "a row is not as its history says",
+        "SELECT format('task %s is %s, by its history %s', q.id, q.status, e.status)
+         FROM retry_queue q LEFT JOIN LATERAL (
+             SELECT * FROM retry_events WHERE task_id = q.id ORDER BY id DESC LIMIT 1) e ON TRUE
+         WHERE (q.status, q.retry_count) IS DISTINCT FROM (e.status, e.retry_count)",
+    ),
+];
+
+const OVER_BOUND: &str = "
+    SELECT format('task %s was sent back %s times, of %s', task_id, count(*), max(max_retries))
+    FROM retry_events WHERE event_type = 'retry_attempt'
+    GROUP BY task_id HAVING count(*) > max(max_retries)";
+
+impl Rows {
+    pub fn open(url: &str) -> anyhow::Result<Self> {
+        let pool = PgPoolOptions::new().max_connections(2).connect_lazy(url)?;
+        Ok(Self(pool))
+    }
+
+    /// How many rows wait.
+    pub async fn waiting(&self) -> anyhow::Result<i64> {
+        let sql = "SELECT count(*) FROM retry_queue WHERE status = 'pending'";
+        Ok(sqlx::query_scalar(sql).fetch_one(&self.0).await?)
+    }
+
+    /// The messages that wait in a row.
+    pub async fn live(&self) -> anyhow::Result<HashSet<usize>> {
+        let sql = "SELECT original_payload FROM retry_queue WHERE status = 'pending'";
+        let payloads: Vec<Vec<u8>> = sqlx::query_scalar(sql).fetch_all(&self.0).await?;
+        let messages = payloads.iter().filter_map(|p| Message::of_payload(p));
+        Ok(messages.map(|m| m.number).collect())
+    }
+
+    /// Adds what is wrong with the history.
+    pub async fn judge(&self, verdict: &mut Verdict) -> anyhow::Result<()> {
+        for (rule, sql) in UNSOUND {
+            let found: Vec<String> = sqlx::query_scalar(sql)
+                .fetch_all(&self.0)
+                .await
+                .with_context(|| format!("looking whether {rule}"))?;
+            let found = found.iter().map(|what| format!("{rule}: {what}"));
+            verdict.unexpected.extend(found);
+        }
+        let over: Vec<String> = sqlx::query_scalar(OVER_BOUND).fetch_all(&self.0).await?;
+        verdict.over_bound.extend(over);
+        Ok(())
+    }
+
+    /// Does something to a few rows behind the service's back; to how many.
+    pub async fn spoil(&self, sql: &'static str) -> anyhow::Result<u64> {
+        Ok(sqlx::query(sql).execute(&self.0).await?.rows_affected())
+    }
+}
