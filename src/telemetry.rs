@@ -11,9 +11,7 @@ const MAX_LOGGED_BYTES: usize = 500;
 
 /// Starts logging to standard error, so that command output stays clean.
 pub fn start(settings: &Settings) -> anyhow::Result<()> {
-    // lapin logs returned messages whole, payload included.
-    let filter = EnvFilter::try_new(&settings.log_level)?
-        .add_directive("lapin::returned_messages=off".parse()?);
+    let filter = filter(&settings.log_level)?;
     let registry = tracing_subscriber::registry().with(filter);
     let pretty = match settings.log_format {
         LogFormat::Pretty => true,
@@ -27,6 +25,17 @@ pub fn start(settings: &Settings) -> anyhow::Result<()> {
         registry.with(lines.json().flatten_event(true)).try_init()?;
     }
     Ok(())
+}
+
+/// lapin reports as errors what we handle and report ourselves, such as a look
+/// for a queue that is absent: it speaks only when asked to. Returned messages
+/// it logs whole, payload included: never.
+fn filter(level: &str) -> anyhow::Result<EnvFilter> {
+    let mut filter = EnvFilter::try_new(level)?;
+    if !level.contains("lapin") {
+        filter = filter.add_directive("lapin=off".parse()?);
+    }
+    Ok(filter.add_directive("lapin::returned_messages=off".parse()?))
 }
 
 /// A stranger's text made fit for a log line: control characters escaped, cut.
@@ -52,6 +61,15 @@ pub fn one_line(text: &str) -> Cow<'_, str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_clients_own_lines_are_shown_only_when_asked_for() {
+        let shown = |level| filter(level).unwrap().to_string();
+        assert!(shown("info").contains("lapin=off"));
+        let asked = shown("info,lapin=debug");
+        assert!(asked.contains("lapin=debug") && !asked.contains("lapin=off"));
+        assert!(asked.contains("lapin::returned_messages=off"));
+    }
 
     #[test]
     fn a_strangers_text_cannot_break_out_of_its_line() {
