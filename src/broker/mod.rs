@@ -1,0 +1,250 @@
+//! RabbitMQ: connect, find or make queues, consume, publish a batch.
+//!
+//! Nothing here recovers: a connection that failed is dropped, and the loop that
+//! owns it builds a new one. Every wait for the broker has a deadline.
+
+mod publisher;
+mod subscription;
+
+use std::time::Duration;
+
+use lapin::{
+    Channel, Connection, ConnectionProperties,
+    options::{
+        BasicConsumeOptions, BasicPublishOptions, BasicQosOptions, ConfirmSelectOptions,
+        QueueDeclareOptions,
+    },
+    types::{FieldTable, LongString, ShortString},
+    uri::AMQPUri,
+};
+use secrecy::ExposeSecret;
+use tokio::time::timeout;
+use tracing::info;
+
+pub use publisher::{Fault, Outcome, Publisher};
+pub use subscription::Subscription;
+
+use crate::config::Settings;
+
+/// The broker did not do what it was asked.
+#[derive(Debug, thiserror::Error)]
+pub enum BrokerError {
+    /// The broker, or the way to it, failed.
+    #[error("RabbitMQ: {0}")]
+    Failed(#[from] lapin::Error),
+    /// It did not answer.
+    #[error("RabbitMQ did not answer {0} within {1:?}")]
+    Silent(&'static str, Duration),
+    /// The consumer was cancelled: its queue was deleted or the broker stops.
+    #[error("RabbitMQ ended the subscription: the queue was deleted, or the node is going away")]
+    Cancelled,
+    /// The client cannot parse what the broker sends, and so cannot refuse it.
+    #[error(
+        "a message at the head of {0:?} cannot be read by this AMQP client (is one of its \
+         properties not UTF-8?): take it out by hand, for example on RabbitMQ's management page"
+    )]
+    Unreadable(String),
+    /// Not usable with AMQP.
+    #[error("{0}")]
+    Unusable(String),
+}
+
+/// How to reach the broker.
+#[derive(Clone)]
+pub struct Broker {
+    uri: AMQPUri,
+    name: String,
+    timeout: Duration,
+    confirm_timeout: Duration,
+}
+
+impl Broker {
+    /// Takes what is needed from the settings.
+    pub fn new(settings: &Settings) -> anyhow::Result<Self> {
+        let mut uri: AMQPUri = settings
+            .rabbitmq_url
+            .expose_secret()
+            .parse()
+            .map_err(|e| anyhow::anyhow!("RABBITMQ_URL: {e}"))?;
+        // The broker's own default of 60 s would hide a frozen node for two minutes.
+        uri.query
+            .heartbeat
+            .get_or_insert(settings.broker_heartbeat_seconds);
+        Ok(Self {
+            uri,
+            name: settings.service_name.clone(),
+            timeout: settings.broker_timeout,
+            confirm_timeout: settings.confirm_timeout,
+        })
+    }
+
+    async fn connect(&self, role: &str) -> Result<Connection, BrokerError> {
+        let name = LongString::from(format!("{} {role}", self.name));
+        let properties = ConnectionProperties::default().with_connection_name(name);
+        self.answer(
+            "a connection request",
+            Connection::connect_uri(self.uri.clone(), properties),
+        )
+        .await
+    }
+
+    /// Subscribes to `queue`, declaring it durable when it is absent.
+    pub async fn subscribe(&self, queue: &str, prefetch: u16) -> Result<Subscription, BrokerError> {
+        let connection = self.connect("intake").await?;
+        let queue = short(queue)?;
+        self.ensure_queue(&connection, &queue).await?;
+        let channel = self
+            .answer("channel.open", connection.create_channel())
+            .await?;
+        self.answer(
+            "basic.qos",
+            channel.basic_qos(prefetch, BasicQosOptions::default()),
+        )
+        .await?;
+        let consumer = self
+            .answer(
+                "basic.consume",
+                channel.basic_consume(
+                    queue,
+                    ShortString::default(),
+                    BasicConsumeOptions::default(),
+                    FieldTable::default(),
+                ),
+            )
+            .await?;
+        Ok(Subscription {
+            connection,
+            consumer,
+            timeout: self.timeout,
+        })
+    }
+
+    /// Opens a connection to publish on, and makes sure that `review` exists.
+    pub async fn publisher(&self, review: &str) -> Result<Publisher, BrokerError> {
+        let connection = self.connect("dispatch").await?;
+        self.ensure_queue(&connection, &short(review)?).await?;
+        let channel = self.confirming(&connection).await?;
+        self.prove_publishing(&channel).await?;
+        Ok(Publisher {
+            broker: self.clone(),
+            connection,
+            channel,
+        })
+    }
+
+    /// Publishes to nowhere and waits for the confirm. Under an alarm the broker
+    /// reads nothing, says so only to those who publish, and delivers all it was
+    /// sent when the alarm clears: better this than a batch of messages.
+    async fn prove_publishing(&self, channel: &Channel) -> Result<(), BrokerError> {
+        let nowhere = format!("{}.probe.{}", self.name, uuid::Uuid::new_v4());
+        let confirm = self
+            .answer(
+                "basic.publish",
+                channel.basic_publish(
+                    ShortString::default(),
+                    short(&nowhere)?,
+                    BasicPublishOptions::default(),
+                    b"",
+                    lapin::BasicProperties::default(),
+                ),
+            )
+            .await?;
+        self.answer("a test message", confirm).await?;
+        Ok(())
+    }
+
+    async fn confirming(&self, connection: &Connection) -> Result<Channel, BrokerError> {
+        let channel = self
+            .answer("channel.open", connection.create_channel())
+            .await?;
+        // Without this every publish would be reported as done at once.
+        self.answer(
+            "confirm.select",
+            channel.confirm_select(ConfirmSelectOptions::default()),
+        )
+        .await?;
+        Ok(channel)
+    }
+
+    /// Looks first: declaring a queue that exists with other arguments fails,
+    /// and then it is to be used as it is.
+    async fn ensure_queue(
+        &self,
+        connection: &Connection,
+        queue: &ShortString,
+    ) -> Result<(), BrokerError> {
+        const NOT_FOUND: u16 = 404;
+        let passive = QueueDeclareOptions {
+            passive: true,
+            ..QueueDeclareOptions::default()
+        };
+        let probe = self
+            .answer("channel.open", connection.create_channel())
+            .await?;
+        let found = self
+            .answer(
+                "queue.declare",
+                probe.queue_declare(queue.clone(), passive, FieldTable::default()),
+            )
+            .await;
+        match found {
+            Ok(_) => {}
+            Err(BrokerError::Failed(e)) if amqp_code(&e) == Some(NOT_FOUND) => {
+                let channel = self
+                    .answer("channel.open", connection.create_channel())
+                    .await?;
+                self.answer(
+                    "queue.declare",
+                    channel.queue_declare(
+                        queue.clone(),
+                        QueueDeclareOptions::durable(),
+                        FieldTable::default(),
+                    ),
+                )
+                .await?;
+                info!(queue = queue.as_str(), "declared the queue, it was absent");
+            }
+            Err(e) => return Err(e),
+        }
+        Ok(())
+    }
+
+    /// Declares `queue` durable if it is absent: for the command line.
+    pub async fn declare(&self, queue: &str) -> Result<(), BrokerError> {
+        let connection = self.connect("command").await?;
+        self.ensure_queue(&connection, &short(queue)?).await?;
+        close(&connection, self.timeout).await;
+        Ok(())
+    }
+
+    async fn answer<T>(
+        &self,
+        what: &'static str,
+        work: impl Future<Output = lapin::Result<T>>,
+    ) -> Result<T, BrokerError> {
+        match timeout(self.timeout, work).await {
+            Ok(result) => Ok(result?),
+            Err(_) => Err(BrokerError::Silent(what, self.timeout)),
+        }
+    }
+}
+
+/// A queue name as AMQP takes it.
+pub fn short(text: &str) -> Result<ShortString, BrokerError> {
+    ShortString::try_new(text).map_err(|e| BrokerError::Unusable(e.to_string()))
+}
+
+fn amqp_code(error: &lapin::Error) -> Option<u16> {
+    match error.kind() {
+        lapin::ErrorKind::ProtocolError(e) => Some(e.get_id()),
+        _ => None,
+    }
+}
+
+/// Closing waits for the broker, which under an alarm never answers.
+async fn close(connection: &Connection, deadline: Duration) {
+    const REPLY_SUCCESS: u16 = 200;
+    let goodbye = connection.close(REPLY_SUCCESS, "goodbye".into());
+    // The broker cleans up after a connection that was merely cut, too.
+    let _ = timeout(deadline, goodbye).await;
+}

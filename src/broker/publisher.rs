@@ -1,0 +1,214 @@
+//! Publishes a batch and tells what became of each message.
+
+use std::{collections::HashMap, time::Duration};
+
+use lapin::{Channel, Confirmation, Connection, options::BasicPublishOptions, types::ShortString};
+use tokio::time::{Instant, timeout_at};
+
+use super::{Broker, BrokerError, amqp_code, close};
+use crate::{plant::Bug, wire::Outgoing};
+
+/// What became of one published message.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// In its queue.
+    Confirmed,
+    /// There is no such queue.
+    Returned(String),
+    /// The broker would not take it (a full queue, for example).
+    Refused,
+    /// Not known: it may or may not be in its queue.
+    Unknown,
+}
+
+/// What kept a batch from being answered in full. The publisher is spent.
+#[derive(Debug, thiserror::Error)]
+pub enum Fault {
+    /// The broker closed the channel, or all of the connection, over one
+    /// message's content.
+    #[error("RabbitMQ closed the channel: {0}")]
+    Channel(String),
+    /// The connection failed.
+    #[error("RabbitMQ: {0}")]
+    Connection(String),
+    /// Confirms did not come in time.
+    #[error("RabbitMQ did not confirm within {0:?}")]
+    Timeout(Duration),
+}
+
+/// Publishes batches, one at a time.
+pub struct Publisher {
+    pub(super) broker: Broker,
+    pub(super) connection: Connection,
+    pub(super) channel: Channel,
+}
+
+impl Publisher {
+    /// Whether a batch can be tried: connected, and no alarm raised.
+    pub fn usable(&self) -> Result<(), &'static str> {
+        let status = self.connection.status();
+        if !status.connected() || !self.channel.status().connected() {
+            Err("the connection is closed")
+        } else if status.blocked() {
+            Err("RabbitMQ has blocked publishers (memory or disk alarm)")
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Whether the broker has raised an alarm. A connection that has since died
+    /// still says so of itself, but will never be told that the alarm is over.
+    pub fn blocked(&self) -> bool {
+        let status = self.connection.status();
+        status.connected() && self.channel.status().connected() && status.blocked()
+    }
+
+    /// Publishes all, then waits for all confirms: an outcome each.
+    ///
+    /// lapin hands a return to whichever confirm comes next, not to its own, so
+    /// returns are matched by `message_id` over the whole batch. A message's
+    /// return is on the wire before its ack; so one that is acked and not among
+    /// the returns of all resolved confirms is in its queue, even if the batch
+    /// broke off later.
+    pub async fn publish(&mut self, batch: &[Outgoing]) -> (Vec<Outcome>, Option<Fault>) {
+        let deadline = Instant::now() + self.broker.confirm_timeout;
+        let mut fault = None;
+        let mut confirms = Vec::with_capacity(batch.len());
+        for message in batch {
+            let publish = self.channel.basic_publish(
+                ShortString::default(),
+                message.queue.clone(),
+                // Without `mandatory` a message to a missing queue is dropped and acked.
+                BasicPublishOptions {
+                    mandatory: true,
+                    ..BasicPublishOptions::default()
+                },
+                &message.body,
+                message.properties.clone(),
+            );
+            match timeout_at(deadline, publish).await {
+                Ok(Ok(confirm)) => confirms.push(confirm),
+                Ok(Err(e)) => {
+                    blame(&mut fault, &e);
+                    break;
+                }
+                Err(_) => {
+                    fault = Some(Fault::Timeout(self.broker.confirm_timeout));
+                    break;
+                }
+            }
+        }
+        let mut outcomes = vec![Outcome::Unknown; batch.len()];
+        let mut returned: HashMap<String, String> = HashMap::new();
+        for (outcome, confirm) in outcomes.iter_mut().zip(confirms) {
+            let answer = match timeout_at(deadline, confirm).await {
+                Ok(Ok(confirmation)) => confirmation,
+                Ok(Err(e)) => {
+                    blame(&mut fault, &e);
+                    continue;
+                }
+                Err(_) => {
+                    fault.get_or_insert(Fault::Timeout(self.broker.confirm_timeout));
+                    continue;
+                }
+            };
+            *outcome = match answer {
+                Confirmation::Ack(_) => Outcome::Confirmed,
+                Confirmation::Nack(_) => Outcome::Refused,
+                Confirmation::NotRequested => Outcome::Unknown,
+            };
+            if let Some(back) = answer.take_message()
+                && let Some(id) = back.delivery.properties.message_id()
+            {
+                let text = format!("{} {}", back.reply_code, back.reply_text);
+                returned.insert(id.to_string(), text);
+            }
+        }
+        if !returned.is_empty() && !Bug::IgnoreReturns.planted() {
+            for (outcome, message) in outcomes.iter_mut().zip(batch) {
+                if let Some(text) = returned.remove(&message.message_id.to_string()) {
+                    *outcome = Outcome::Returned(text);
+                }
+            }
+        }
+        (outcomes, fault)
+    }
+
+    /// A new channel on the same connection, after the broker closed the old one.
+    pub async fn reopen(&mut self) -> Result<(), BrokerError> {
+        self.channel = self.broker.confirming(&self.connection).await?;
+        Ok(())
+    }
+
+    /// Makes `queue` again if somebody deleted it.
+    pub async fn ensure_queue(&self, queue: &ShortString) -> Result<(), BrokerError> {
+        self.broker.ensure_queue(&self.connection, queue).await
+    }
+
+    /// Says goodbye, within the deadline.
+    pub async fn close(self) {
+        close(&self.connection, self.broker.timeout).await;
+    }
+}
+
+/// Notes why a batch broke off. What the broker said of a message's content
+/// outweighs what followed from it: publishing on may fail first, because the
+/// channel is gone.
+fn blame(fault: &mut Option<Fault>, error: &lapin::Error) {
+    const CONTENT_TOO_LARGE: u16 = 311;
+    const PRECONDITION_FAILED: u16 = 406;
+    const FRAME_ERROR: u16 = 501;
+    const SYNTAX_ERROR: u16 = 502;
+    if let Some(CONTENT_TOO_LARGE | PRECONDITION_FAILED | FRAME_ERROR | SYNTAX_ERROR) =
+        amqp_code(error)
+    {
+        *fault = Some(Fault::Channel(error.to_string()));
+    } else {
+        fault.get_or_insert_with(|| Fault::Connection(error.to_string()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use lapin::{
+        ChannelState, ErrorKind,
+        protocol::{AMQPError, AMQPErrorKind, AMQPHardError, AMQPSoftError},
+    };
+
+    use super::*;
+
+    fn said(kind: impl Into<AMQPErrorKind>) -> lapin::Error {
+        ErrorKind::ProtocolError(AMQPError::new(kind.into(), "said".into())).into()
+    }
+
+    #[test]
+    fn a_message_is_blamed_for_its_content_whichever_error_is_seen_first() {
+        let gone: lapin::Error =
+            ErrorKind::InvalidChannelState(ChannelState::Error, "basic.publish").into();
+        let by_content = [
+            said(AMQPSoftError::PRECONDITIONFAILED),
+            said(AMQPHardError::FRAMEERROR),
+        ];
+        for content in &by_content {
+            for order in [[content, &gone], [&gone, content]] {
+                let mut fault = None;
+                for error in order {
+                    blame(&mut fault, error);
+                }
+                assert!(matches!(fault, Some(Fault::Channel(_))), "{fault:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn an_outage_is_nobodys_fault() {
+        let mut fault = None;
+        for outage in [
+            said(AMQPHardError::CONNECTIONFORCED),
+            said(AMQPSoftError::ACCESSREFUSED),
+        ] {
+            blame(&mut fault, &outage);
+            assert!(matches!(fault, Some(Fault::Connection(_))), "{fault:?}");
+        }
+    }
+}
