@@ -27,7 +27,7 @@ const BATCH: i64 = 2000;
 const ROUND: Duration = Duration::from_secs(1);
 
 /// How long it may look at tasks without finding one to remove. Over a table of
-/// young rows a whole round of that was an eighth of Postgres's time.
+/// young rows a whole round of that was an eighth of the time of all statements.
 const FRUITLESS: Duration = Duration::from_millis(100);
 
 /// The loop that looks after what nobody waits for.
