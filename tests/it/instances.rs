@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use futures::future::join_all;
 use retry_scheduler::store::Store;
 
-use crate::support::{Bed, Client, Fault};
+use crate::support::{Bed, Client, Fault, message};
 
 const ROWS: i32 = 20_000;
 const RETRIED: &str = "SELECT count(*) FROM retry_queue WHERE status = 'retried'";
@@ -88,5 +88,42 @@ async fn eight_instances_starting_at_once_on_an_empty_database_all_become_ready(
     let services = join_all((0..8).map(|_| bed.start())).await;
     for stopped in services.into_iter().map(|s| s.stop()) {
         stopped.await;
+    }
+}
+
+/// Behind a pooler in transaction mode a session is anybody's: what outlives its
+/// transaction there is lost, or met by a stranger.
+#[tokio::test(flavor = "multi_thread")]
+async fn nothing_is_asked_of_postgres_that_a_pooler_in_transaction_mode_cannot_keep() {
+    let bed = Bed::new().await;
+    sqlx::raw_sql(sqlx::AssertSqlSafe(format!(
+        "ALTER DATABASE {} SET log_statement = 'all'",
+        bed.queue("").trim_end_matches('.')
+    )))
+    .execute(&bed.db)
+    .await
+    .expect("statements are logged");
+    let queue = bed.declare("pooled").await;
+    let service = bed.start().await;
+    let mut inbox = bed.client.consume(&queue).await;
+    bed.client.send(&bed.intake(), &message(&queue, "x")).await;
+    inbox.next().await;
+    service.stop().await;
+
+    let log = crate::support::shared().await.postgres.log();
+    let log = std::fs::read_to_string(log).expect("Postgres's log");
+    let said = |what: &str| log.to_lowercase().contains(what);
+    // The log is of what it should be: the lock and the limits of a transaction.
+    assert!(said("pg_advisory_xact_lock"), "the migration lock");
+    assert!(said("set_config('statement_timeout', '15000', true)"));
+    assert!(said("for update skip locked"), "the claim");
+    for session in [
+        "pg_advisory_lock(",
+        "pg_try_advisory_lock(",
+        " listen ",
+        "set session ",
+        "set statement_timeout",
+    ] {
+        assert!(!said(session), "{session:?} outlives its transaction");
     }
 }
