@@ -226,8 +226,6 @@ pub struct Known {
     pub status: Status,
     /// Retries made, as we count.
     pub retry_count: i32,
-    /// Retries allowed to it.
-    pub max_retries: i32,
     /// Whether queue and payload are those of the arrival.
     pub same_message: bool,
 }

@@ -15,10 +15,10 @@ use std::{
 
 use config::Config;
 use globset::GlobSet;
-use secrecy::{ExposeSecret, SecretString};
+use secrecy::SecretString;
 
 pub use list::{SETTINGS, Setting};
-use values::{Values, key, one_of, read_file, redact};
+use values::{Values, key, one_of, read_file};
 
 /// How log lines look.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -260,11 +260,6 @@ impl Settings {
             .map(|(name, value)| format!("{name}={value}\n"))
             .collect()
     }
-}
-
-/// Shows a URL without its password, for logs and errors.
-pub fn without_password(url: &SecretString) -> String {
-    redact(url.expose_secret())
 }
 
 #[cfg(test)]

@@ -169,7 +169,7 @@ pub(super) fn read_file(
 
 /// Hides the passwords of a URL, also one given as a parameter; other values
 /// pass as they are.
-pub(super) fn redact(value: &str) -> String {
+fn redact(value: &str) -> String {
     const HIDDEN: &str = "***";
     let is_secret = |name: &str| name.to_ascii_lowercase().contains("password");
     let Ok(mut url) = Url::parse(value) else {

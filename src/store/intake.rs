@@ -210,7 +210,7 @@ const FAIL_AGAIN: &str = concat!(
 /// Waits for whoever holds a row: the dispatcher may be just about to say that
 /// it was sent, and then this is not a duplicate but the next failure.
 const LOCK_KNOWN: &str = "
-    SELECT q.id, q.message_id, q.status, q.retry_count, q.max_retries,
+    SELECT q.id, q.message_id, q.status, q.retry_count,
            CASE WHEN q.status = 'pending'
                 THEN q.original_queue = i.queue AND sha256(q.original_payload) = i.digest
                 ELSE FALSE END AS same_message
@@ -329,7 +329,6 @@ impl FromRow<'_, PgRow> for Known {
             message_id: row.try_get("message_id")?,
             status: super::dispatch::parsed(row, "status")?,
             retry_count: row.try_get("retry_count")?,
-            max_retries: row.try_get("max_retries")?,
             same_message: row.try_get("same_message")?,
         })
     }
