@@ -169,6 +169,9 @@ fn value_to_amqp(value: HeaderValue, depth: usize) -> AMQPValue {
         Some(Kind::Int32(n)) => AMQPValue::LongInt(n),
         Some(Kind::Uint32(n)) => AMQPValue::LongUInt(n),
         Some(Kind::Int64(n)) => long(n),
+        // Erlang has no such number: the broker ends the connection over it.
+        Some(Kind::Float32(x)) if !x.is_finite() => AMQPValue::LongString(x.to_string().into()),
+        Some(Kind::Float64(x)) if !x.is_finite() => AMQPValue::LongString(x.to_string().into()),
         Some(Kind::Float32(x)) => AMQPValue::Float(x),
         Some(Kind::Float64(x)) => AMQPValue::Double(x),
         Some(Kind::Decimal(Decimal { scale, value })) => AMQPValue::DecimalValue(DecimalValue {
@@ -303,6 +306,23 @@ mod tests {
         assert_eq!(back.expiration(), &None);
         assert_eq!(back.user_id(), &None);
         assert_eq!(back.reply_to(), &None);
+    }
+
+    #[test]
+    fn what_is_no_number_goes_back_as_text() {
+        let kinds = [
+            (Kind::Float32(f32::NAN), "NaN"),
+            (Kind::Float32(f32::INFINITY), "inf"),
+            (Kind::Float64(f64::NAN), "NaN"),
+            (Kind::Float64(f64::NEG_INFINITY), "-inf"),
+        ];
+        for (kind, text) in kinds {
+            let header = HeaderValue { kind: Some(kind) };
+            let size = value_size(&header);
+            let back = value_to_amqp(header, 0);
+            assert_eq!(back, AMQPValue::LongString(text.into()));
+            assert!(size > 4 + text.len(), "no larger than it was measured");
+        }
     }
 
     #[test]
