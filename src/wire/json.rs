@@ -9,6 +9,10 @@ use super::proto::RetryMessage;
 pub(super) fn parse(body: &[u8]) -> Result<RetryMessage, String> {
     let explain = |e: serde_json::Error| format!("not a RetryMessage in JSON: {e}");
     let mut value: Value = serde_json::from_slice(body).map_err(explain)?;
+    drop_nulls(&mut value);
+    if let Some(properties) = value.get_mut("properties") {
+        drop_nulls(properties);
+    }
     for name in ["originalPayload", "original_payload"] {
         if let Some(payload) = value.get_mut(name)
             && let Some(bytes) = node_buffer(payload)?
@@ -17,6 +21,13 @@ pub(super) fn parse(body: &[u8]) -> Result<RetryMessage, String> {
         }
     }
     serde_json::from_value(value).map_err(explain)
+}
+
+/// By the JSON mapping of proto3 a field that is null is one that is left out.
+fn drop_nulls(message: &mut Value) {
+    if let Some(fields) = message.as_object_mut() {
+        fields.retain(|_, value| !value.is_null());
+    }
 }
 
 fn node_buffer(payload: &Value) -> Result<Option<Vec<u8>>, String> {
@@ -52,6 +63,16 @@ mod tests {
             assert_eq!(message.retry_count, 2);
             assert_eq!(message.next_retry_at_ms, 7);
         }
+    }
+
+    #[test]
+    fn a_field_that_is_null_is_left_out() {
+        let body = r#"{"originalQueue":"q","originalPayload":null,"error_reason":null,
+            "retryCount":null,"properties":{"appId":null,"type":"t"}}"#;
+        let message = parse(body.as_bytes()).unwrap();
+        assert_eq!(message.original_queue, "q");
+        assert_eq!(message.error_reason, "");
+        assert_eq!(message.properties.unwrap().r#type, "t");
     }
 
     #[test]
