@@ -93,21 +93,3 @@ async fn a_message_rejected_on_a_classic_queue_comes_back_three_times_then_revie
 async fn a_message_rejected_on_a_quorum_queue_comes_back_three_times_then_review() {
     rejected_three_times_then_review("quorum").await;
 }
-
-#[tokio::test(flavor = "multi_thread")]
-async fn what_never_died_goes_to_review_whole() {
-    let mut bed = Bed::new().await;
-    let dead_letters = bed.queue("dead-letters");
-    bed.set("DEAD_LETTER_QUEUE", &dead_letters);
-    let service = bed.start().await;
-    bed.client
-        .publish(&dead_letters, b"not dead", Default::default())
-        .await;
-    let mut review = bed.client.consume(&bed.review()).await;
-    let envelope = review.next().await.review();
-    assert_eq!(envelope.reason, "invalid");
-    assert!(envelope.error.contains("x-death"), "{}", envelope.error);
-    assert_eq!(envelope.original_queue, dead_letters);
-    assert_eq!(envelope.original_payload, b"not dead");
-    service.stop().await;
-}

@@ -12,6 +12,7 @@ mod containers;
 mod dead_letters;
 mod documents;
 mod histories;
+mod inputs;
 mod instances;
 mod losing;
 mod pipeline;

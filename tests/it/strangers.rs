@@ -10,49 +10,6 @@ use crate::support::{Bed, Process, eventually, message};
 const FAILED: &str = "SELECT count(*) FROM retry_queue WHERE status = 'failed'";
 
 #[tokio::test(flavor = "multi_thread")]
-async fn only_queues_a_message_may_go_to_are_published_to() {
-    let mut bed = Bed::new().await;
-    let allowed = bed.declare("orders.eu").await;
-    let other = bed.declare("payroll").await;
-    bed.set("ALLOWED_QUEUES", &bed.queue("orders.*"));
-    let refused = [
-        (bed.intake(), "the scheduler's own queues"),
-        (bed.review(), "the scheduler's own queues"),
-        ("amq.gen-stranger".to_owned(), "belong to the broker"),
-        ("amq.rabbitmq.reply-to".to_owned(), "belong to the broker"),
-        (other.clone(), "not among ALLOWED_QUEUES"),
-    ];
-    let service = bed.start().await;
-    let mut inbox = bed.client.consume(&allowed).await;
-    for (queue, _) in &refused {
-        let spent = message(queue, format!("to {queue}"));
-        bed.client.send(&bed.intake(), &spent).await;
-    }
-    let welcome = message(&allowed, "welcome");
-    bed.client.send(&bed.intake(), &welcome).await;
-    assert_eq!(inbox.next().await.id(), welcome.message_id);
-
-    let mut review = bed.client.consume(&bed.review()).await;
-    let reviewed: Vec<_> = review
-        .take(refused.len())
-        .await
-        .iter()
-        .map(|r| r.review())
-        .collect();
-    for (queue, why) in &refused {
-        let found = reviewed
-            .iter()
-            .find(|r| r.reason == "invalid" && r.error.contains(&format!("{queue:?}")))
-            .unwrap_or_else(|| panic!("{queue} is not in review: {reviewed:?}"));
-        assert!(found.error.contains(why), "{}", found.error);
-    }
-    bed.until_count(FAILED, refused.len() as i64).await;
-    assert_eq!(bed.client.depth(&other).await, Some(0));
-    assert_eq!(bed.client.depth(&bed.intake()).await, Some(0));
-    service.stop().await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
 async fn queues_beyond_the_cap_share_one_metric_label() {
     let mut bed = Bed::new().await;
     bed.set("METRICS_MAX_QUEUES", "3");

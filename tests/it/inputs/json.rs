@@ -1,0 +1,174 @@
+//! RetryMessages in JSON, or nearly.
+
+use base64::{Engine, engine::general_purpose::STANDARD};
+use serde_json::json;
+use uuid::Uuid;
+
+use super::table::{At, Case};
+
+const NO_JSON: &str = "not a RetryMessage in JSON";
+
+pub fn table(at: &At) -> Vec<Case> {
+    let mut cases = syntax(at);
+    cases.extend(payloads(at));
+    cases.extend(fields(at));
+    cases
+}
+
+/// A good message, its closing brace apart.
+fn open(at: &At, name: &str) -> String {
+    let id = Uuid::now_v7();
+    let payload = STANDARD.encode(name);
+    let queue = &at.target;
+    format!(r#"{{"messageId":"{id}","originalQueue":"{queue}","originalPayload":"{payload}""#)
+}
+
+/// A good message.
+fn good(at: &At, name: &str) -> String {
+    open(at, name) + "}"
+}
+
+fn syntax(at: &At) -> Vec<Case> {
+    let bytes = |name: &str, body: Vec<u8>| at.raw(name, body).typed("application/json");
+    let raw = |name: &str, body: &str| bytes(name, body.into());
+    let around = |name: &str, before: &str, after: &str| {
+        raw(name, &format!("{before}{}{after}", good(at, name)))
+    };
+    let utf_16 = good(at, "JSON in UTF-16");
+    let utf_16: Vec<u8> = utf_16.encode_utf16().flat_map(u16::to_le_bytes).collect();
+    let no_utf_8 = [open(at, "JSON").as_bytes(), b",\"x\":\"\xff\"}"].concat();
+    let mut unknown = open(at, "JSON with 10,000 unknown keys");
+    for n in 0..10_000 {
+        unknown += &format!(r#","unknown{n}":{n}"#);
+    }
+    vec![
+        raw("JSON of nothing", "\n").invalid("EOF while parsing"),
+        at.raw("JSON without fields", "{}")
+            .invalid("original_queue is empty"),
+        at.raw("JSON that ends too soon", open(at, "JSON"))
+            .invalid("EOF while parsing"),
+        around("JSON with a BOM", "\u{feff}", "").invalid(NO_JSON),
+        around("JSON with something after it", "", "{}").invalid("trailing characters"),
+        around("JSON with space around it", "\r\n\t ", "\r\n"),
+        at.raw(
+            "JSON that nobody calls JSON",
+            good(at, "JSON that nobody calls JSON"),
+        ),
+        around("JSON in capitals", "", "").typed("APPLICATION/JSON"),
+        around("JSON of a vendor", "", "").typed("application/vnd.acme+json; charset=utf-16"),
+        around("JSON said to be protobuf", "", "")
+            .typed("application/x-protobuf")
+            .invalid("not a RetryMessage in protobuf"),
+        raw("JSON: null", "null").invalid(NO_JSON),
+        raw("JSON: a number", "7").invalid(NO_JSON),
+        raw("JSON: a text", "\"RetryMessage\"").invalid(NO_JSON),
+        around("JSON: a list", "[", "]").invalid(NO_JSON),
+        bytes("JSON in UTF-16", utf_16).invalid(NO_JSON),
+        bytes("JSON that is no UTF-8", no_utf_8).invalid(NO_JSON),
+        raw("JSON in single quotes", "{'originalQueue':'q'}").invalid("key must be a string"),
+        raw("JSON with a comment", "{/* */}").invalid("key must be a string"),
+        raw("JSON 10,000 objects deep", &r#"{"a":"#.repeat(10_000)).invalid("recursion limit"),
+        raw("JSON 10,000 lists deep", &"[".repeat(10_000)).invalid("recursion limit"),
+        at.raw("JSON with 10,000 unknown keys", unknown + "}"),
+        at.raw("JSON with a key of 100 kB", {
+            let key = "k".repeat(100_000);
+            format!(r#"{},"{key}":1}}"#, open(at, "JSON with a key of 100 kB"))
+        }),
+    ]
+}
+
+fn payloads(at: &At) -> Vec<Case> {
+    let with = |name: &str, payload: serde_json::Value| {
+        let body = json!({
+            "message_id": Uuid::now_v7(),
+            "original_queue": at.target,
+            "original_payload": payload,
+        });
+        at.raw(name, body.to_string())
+    };
+    let buffer = |data| json!({"type": "Buffer", "data": data});
+    vec![
+        with("a Buffer", buffer(json!(b"a Buffer".to_vec()))),
+        with("a Buffer of 256", buffer(json!([256]))).invalid("a Buffer's data must be bytes"),
+        with("a Buffer of -1", buffer(json!([-1]))).invalid("must be bytes"),
+        with("a Buffer of halves", buffer(json!([0.5]))).invalid("must be bytes"),
+        with("a Buffer of texts", buffer(json!(["1"]))).invalid("must be bytes"),
+        with("a Buffer of text", buffer(json!("aGk="))).invalid("not a Node Buffer"),
+        with("a Buffer without data", json!({"type": "Buffer"})).invalid("not a Node Buffer"),
+        with(
+            "a Buffer of another type",
+            json!({"type": "buffer", "data": []}),
+        )
+        .invalid("not a Node Buffer"),
+        with("a payload that is a list", json!([104, 105])).invalid(NO_JSON),
+        with("a payload that is a number", json!(7)).invalid(NO_JSON),
+        with("a payload that is no base64", json!("not base64!")).invalid(NO_JSON),
+        with("a payload with half a letter", json!("YQ=a")).invalid(NO_JSON),
+        with("a payload without padding", json!("YWI")).arriving("ab"),
+        with("a payload for URLs", json!("_-8=")).arriving([0xff, 0xef]),
+    ]
+}
+
+fn fields(at: &At) -> Vec<Case> {
+    let more = |name: &str, more: &str| at.raw(name, format!("{},{more}}}", open(at, name)));
+    let queue = &at.target;
+    vec![
+        more("NaN", r#""retryCount":NaN"#).invalid(NO_JSON),
+        more("Infinity", r#""retryCount":Infinity"#).invalid(NO_JSON),
+        more("a NaN in quotes", r#""retryCount":"NaN""#).invalid(NO_JSON),
+        more("a number of 400 digits", r#""retryCount":1e400"#).invalid("number out of range"),
+        more("half a retry", r#""retryCount":0.5"#).invalid(NO_JSON),
+        more("retryCount over INT_MAX", r#""retryCount":2147483648"#).invalid(NO_JSON),
+        more(
+            "nextRetryAtMs over i64",
+            r#""nextRetryAtMs":9223372036854775808"#,
+        )
+        .invalid(NO_JSON),
+        more("a count in quotes", r#""retryCount":"2","maxRetries":"7""#)
+            .checked(|back| assert_eq!(back.number("x-retry-count"), Some(3))),
+        more("a count that is a word", r#""retryCount":"two""#).invalid(NO_JSON),
+        more("a count that is true", r#""retryCount":true"#).invalid(NO_JSON),
+        more("a negative count", r#""retryCount":-1"#).invalid("retry_count is negative"),
+        more(
+            "an error that is an object",
+            r#""errorReason":{"code":500}"#,
+        )
+        .invalid(NO_JSON),
+        more("an error that is null", r#""errorReason":null"#),
+        more("NUL in JSON", r#""errorReason":"a\u0000b""#),
+        more("half a surrogate", r#""errorReason":"\ud800""#).invalid(NO_JSON),
+        more("a class that does not exist", r#""errorClass":"WHATEVER""#).invalid(NO_JSON),
+        more("a class by its number", r#""errorClass":2"#),
+        more("the same key twice", r#""retryCount":9,"retryCount":1"#)
+            .checked(|back| assert_eq!(back.number("x-retry-count"), Some(2))),
+        more(
+            "one field in two spellings",
+            &format!(r#""original_queue":"{queue}""#),
+        )
+        .invalid("duplicate field"),
+        at.raw(
+            "a key in the wrong case",
+            format!(r#"{{"ORIGINALQUEUE":"{queue}"}}"#),
+        )
+        .invalid("original_queue is empty"),
+        more("properties that are a text", r#""properties":"none""#).invalid(NO_JSON),
+        more(
+            "a header of two kinds",
+            r#""properties":{"headers":{"h":{"text":"a","int8":1}}}"#,
+        )
+        .invalid("duplicate field"),
+        more(
+            "a header that is no number",
+            r#""properties":{"headers":{"h":{"float64":"NaN"}}}"#,
+        ),
+        // What the contract has no field for cannot come back to the broker.
+        more(
+            "an expiration and a user",
+            r#""properties":{"expiration":"abc","userId":"nobody","deliveryMode":9}"#,
+        )
+        .checked(|back| {
+            assert_eq!(*back.properties.expiration(), None);
+            assert_eq!(*back.properties.user_id(), None);
+        }),
+    ]
+}
