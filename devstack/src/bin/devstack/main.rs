@@ -1,5 +1,6 @@
 //! `cargo dev …`: the service with everything it needs, in one command.
 
+mod fuzz;
 mod interrupts;
 mod surroundings;
 mod up;
@@ -59,6 +60,21 @@ enum Command {
     Bench(Passed),
     /// Do everything to the service that can be done, and see whether a message is lost
     Torture(Passed),
+    /// Feed the decoders what no producer would send, guided by what it reaches
+    ///
+    /// Needs a C++ compiler, which libFuzzer is built with. What fails is written to target/fuzz; give its path after
+    /// `--` to see it again.
+    Fuzz {
+        /// Which decoder; all of them if none is named
+        #[arg(value_enum, default_values_t = fuzz::Target::ALL)]
+        targets: Vec<fuzz::Target>,
+        /// Inputs for each
+        #[arg(long, default_value_t = 100_000)]
+        runs: u64,
+        /// More arguments for libFuzzer; `-help=1` tells them
+        #[arg(last = true)]
+        args: Vec<String>,
+    },
 }
 
 #[derive(clap::Args)]
@@ -91,6 +107,11 @@ fn run(command: Command) -> Result<u8> {
         }
         Command::Bench(passed) => bench(&workspace, &passed.args),
         Command::Torture(passed) => torture(&workspace, &passed.args),
+        Command::Fuzz {
+            targets,
+            runs,
+            args,
+        } => fuzz::run(&workspace, &targets, runs, &args),
     }
 }
 

@@ -36,6 +36,10 @@ impl Workspace {
         Ok(Self { root, directory })
     }
 
+    pub(crate) fn root(&self) -> &Path {
+        &self.root
+    }
+
     pub(crate) fn directory(&self) -> &Path {
         &self.directory
     }

@@ -1,0 +1,93 @@
+//! `cargo dev fuzz`.
+
+use std::fs;
+
+use anyhow::{Context, Result};
+use devstack::{Foreground, exit_code};
+
+use crate::interrupts::Interrupts;
+use crate::workspace::Workspace;
+
+/// What cargo-fuzz asks of the compiler when it uses no sanitizer: coverage that libFuzzer reads. Stable has all of it.
+const COVERAGE: &str = "-Cpasses=sancov-module \
+    -Cllvm-args=-sanitizer-coverage-level=4 \
+    -Cllvm-args=-sanitizer-coverage-inline-8bit-counters \
+    -Cllvm-args=-sanitizer-coverage-pc-table \
+    -Cllvm-args=-sanitizer-coverage-trace-compares";
+
+/// A decoder.
+#[derive(Clone, Copy, clap::ValueEnum)]
+pub(crate) enum Target {
+    /// RetryMessages in protobuf
+    Protobuf,
+    /// RetryMessages in JSON
+    Json,
+    /// Raw dead letters with their headers
+    DeadLetter,
+}
+
+impl Target {
+    pub(crate) const ALL: [Self; 3] = [Self::Protobuf, Self::Json, Self::DeadLetter];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Protobuf => "protobuf",
+            Self::Json => "json",
+            Self::DeadLetter => "dead-letter",
+        }
+    }
+}
+
+/// Runs one target after the other until one fails. What was found stays under target/fuzz and is where the next run goes on.
+pub(crate) fn run(
+    workspace: &Workspace,
+    targets: &[Target],
+    runs: u64,
+    args: &[String],
+) -> Result<u8> {
+    let interrupts = Interrupts::catch()?;
+    let host = host()?;
+    let directory = workspace.root().join("target/fuzz");
+    let sources = workspace.root().join("fuzz");
+    for target in targets.iter().map(|target| target.name()) {
+        let corpus = directory.join("corpus").join(target);
+        fs::create_dir_all(&corpus)
+            .with_context(|| format!("Failed to create {}", corpus.display()))?;
+        let mut command = workspace.cargo(&["run", "--quiet", "--profile", "fuzz"]);
+        command.args(["--package", "fuzz", "--features", "libfuzzer"]);
+        // With a target named, build scripts and macros are not instrumented: they are not linked with libFuzzer.
+        command.args(["--bin", target, "--target", &host]);
+        command.arg("--target-dir").arg(&directory).arg("--");
+        command.arg(corpus).arg(sources.join("seeds").join(target));
+        let dictionary = sources.join(target).with_extension("dict");
+        if dictionary.is_file() {
+            command.arg(format!("-dict={}", dictionary.display()));
+        }
+        command.arg(format!(
+            "-artifact_prefix={}/{target}-",
+            directory.display()
+        ));
+        command.arg(format!("-runs={runs}")).args(args);
+        command
+            .env_remove("CARGO_ENCODED_RUSTFLAGS")
+            .env("RUSTFLAGS", COVERAGE);
+        eprintln!("devstack: {target}");
+        let mut program = Foreground::start(&mut command, None)?;
+        let status = interrupts.wait(&mut program, || {})?;
+        if !status.success() {
+            return Ok(exit_code(status));
+        }
+    }
+    Ok(0)
+}
+
+/// The compiler's own target.
+fn host() -> Result<String> {
+    let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
+    let output = std::process::Command::new(rustc).arg("-vV").output();
+    let output = output.context("Failed to run rustc")?.stdout;
+    let host = String::from_utf8_lossy(&output)
+        .lines()
+        .find_map(|line| line.strip_prefix("host: ").map(str::to_owned));
+    host.context("rustc does not say what it runs on")
+}

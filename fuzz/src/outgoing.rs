@@ -1,0 +1,136 @@
+//! What becomes of a task: it goes back, or to people, and can be read there.
+
+use chrono::DateTime;
+use lapin::types::{AMQPValue, FieldTable, ShortString, generation::gen_field_table};
+use prost::Message;
+use retry_scheduler::{
+    config::ReviewFormat,
+    task::{NewTask, Reason, Task},
+    wire::{
+        self, Outgoing, Source,
+        proto::{Properties, ReviewMessage},
+    },
+};
+
+/// The smallest frame that brokers agree on by default; headers must fit one.
+const FRAME_BYTES: usize = 128 * 1024;
+
+pub(crate) fn check(new: &NewTask) {
+    let task = claimed(new);
+    if new.verdict.is_none() {
+        goes_back(new, task.clone());
+    }
+    for format in [ReviewFormat::Json, ReviewFormat::Protobuf] {
+        goes_to_people(new, task.clone(), format);
+    }
+}
+
+/// The row as the dispatcher gets it.
+fn claimed(new: &NewTask) -> Task {
+    Task {
+        id: 1,
+        message_id: new.message_id,
+        producer_id: new.producer_id.clone(),
+        payload: new.payload.clone(),
+        queue: new.queue.clone(),
+        properties: new.properties.clone(),
+        error: Some(new.error.clone()),
+        class: Some(new.class.as_str().to_owned()),
+        retry_count: new.retry_count,
+        max_retries: new.max_retries,
+        free: false,
+        policy: Some(new.policy.clone()),
+        labels: new.labels.clone(),
+        reason: new.verdict,
+        expired: false,
+        first_failed_at: DateTime::UNIX_EPOCH,
+        last_failed_at: DateTime::UNIX_EPOCH,
+        late: std::time::Duration::ZERO,
+    }
+}
+
+fn goes_back(new: &NewTask, mut task: Task) {
+    let Outgoing {
+        queue,
+        properties,
+        body,
+        ..
+    } = wire::republish(&mut task, "fuzz").expect("it can go back");
+    assert_eq!(body, new.payload, "byte for byte");
+    assert_eq!(queue.as_str(), new.queue);
+    assert!(properties.expiration().is_none() && properties.user_id().is_none());
+    let mut headers = properties.headers().clone().unwrap_or_default();
+    let frame = cookie_factory::gen_simple(gen_field_table(&headers), Vec::new());
+    let frame = frame.expect("the headers can be written");
+    assert!(
+        frame.len() < FRAME_BYTES,
+        "{} bytes of headers",
+        frame.len()
+    );
+    for (name, value) in headers.inner() {
+        assert!(!harmful(name.as_str()), "{name:?} is replayed");
+        assert!(
+            is_readable(value),
+            "the broker cannot read {name:?}: {value:?}"
+        );
+    }
+
+    // It dies there and comes here as a dead letter: it is the same message still.
+    let mut death = FieldTable::default();
+    death.insert(
+        "queue".into(),
+        AMQPValue::LongString(new.queue.as_str().into()),
+    );
+    let deaths = vec![AMQPValue::FieldTable(death)];
+    headers.insert("x-death".into(), AMQPValue::FieldArray(deaths.into()));
+    let rules = crate::rules(Source::DeadLetters);
+    let arrived = wire::Arrived {
+        body,
+        properties: properties.with_headers(headers),
+    };
+    let again = wire::decode(arrived, rules, uuid::Uuid::from_u128(43));
+    if again.verdict.is_none() {
+        assert_eq!(again.message_id, new.message_id);
+        assert_eq!(again.payload, new.payload);
+        assert_eq!(again.queue, new.queue);
+        assert_eq!(again.retry_count, task.next_count());
+    }
+}
+
+fn harmful(name: &str) -> bool {
+    let name = name.to_ascii_lowercase();
+    ["x-death", "x-delivery-count", "cc", "bcc"].contains(&name.as_str())
+        || name.starts_with("x-first-death-")
+        || name.starts_with("x-last-death-")
+}
+
+/// RabbitMQ closes the connection over a float that is no number.
+fn is_readable(value: &AMQPValue) -> bool {
+    match value {
+        AMQPValue::Float(x) => x.is_finite(),
+        AMQPValue::Double(x) => x.is_finite(),
+        AMQPValue::FieldArray(values) => values.as_slice().iter().all(is_readable),
+        AMQPValue::FieldTable(table) => table.inner().values().all(is_readable),
+        _ => true,
+    }
+}
+
+fn goes_to_people(new: &NewTask, mut task: Task, format: ReviewFormat) {
+    let queue = ShortString::from("review");
+    let reason = new.verdict.unwrap_or(Reason::Exhausted);
+    let properties = Properties::decode(new.properties.as_slice()).expect("properties");
+    let out = wire::review(&mut task, reason, &queue, format).expect("it can go to people");
+    let envelope: ReviewMessage = match format {
+        ReviewFormat::Json if !crate::speaks_json(&properties) => return,
+        ReviewFormat::Json => serde_json::from_slice(&out.body).expect("an envelope in JSON"),
+        ReviewFormat::Protobuf => ReviewMessage::decode(out.body.as_slice()).expect("an envelope"),
+    };
+    assert_eq!(envelope.original_payload, new.payload, "byte for byte");
+    assert_eq!(envelope.original_queue, new.queue);
+    assert_eq!(envelope.reason, reason.as_str());
+    assert_eq!(envelope.error, new.error);
+    assert_eq!(envelope.message_id, new.message_id.to_string());
+    if crate::speaks_json(&properties) {
+        assert_eq!(envelope.properties, Some(properties), "people see them all");
+    }
+}

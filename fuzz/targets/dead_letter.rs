@@ -1,0 +1,4 @@
+//! See the function that it calls.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| fuzz::dead_letter(bytes));
