@@ -1,6 +1,6 @@
 //! What must hold of whatever a decoder is given.
 //!
-//! Each target turns bytes into a delivery and hands it to [`check`]: the task that
+//! Each target turns bytes into a delivery and hands it to `check`: the task that
 //! comes out can be stored, the message is whole, and what is sent on from it can
 //! be read again. Without libFuzzer the same is done to the seeds, as a test.
 

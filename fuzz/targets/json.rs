@@ -1,4 +1,10 @@
 //! See the function that it calls.
-#![no_main]
+#![cfg_attr(libfuzzer, no_main)]
 
+#[cfg(libfuzzer)]
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| fuzz::json(bytes));
+
+#[cfg(not(libfuzzer))]
+fn main() {
+    eprintln!("built without libFuzzer; run: cargo dev fuzz json");
+}

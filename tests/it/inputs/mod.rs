@@ -46,7 +46,6 @@ async fn every_bad_input_has_its_end_and_a_good_one_passes_after_it() {
     cases.extend(properties::table(&at));
     cases.extend(json::table(&at));
     cases.extend(dead_letters::table(&at));
-    println!("{} cases", cases.len());
     let ends: HashSet<_> = cases.iter().map(|c| (c.place(&at), &c.arrives)).collect();
     assert_eq!(
         ends.len(),

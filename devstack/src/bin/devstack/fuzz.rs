@@ -9,7 +9,8 @@ use crate::interrupts::Interrupts;
 use crate::workspace::Workspace;
 
 /// What cargo-fuzz asks of the compiler when it uses no sanitizer: coverage that libFuzzer reads. Stable has all of it.
-const COVERAGE: &str = "-Cpasses=sancov-module \
+const FLAGS: &str = "--cfg libfuzzer \
+    -Cpasses=sancov-module \
     -Cllvm-args=-sanitizer-coverage-level=4 \
     -Cllvm-args=-sanitizer-coverage-inline-8bit-counters \
     -Cllvm-args=-sanitizer-coverage-pc-table \
@@ -54,9 +55,8 @@ pub(crate) fn run(
         fs::create_dir_all(&corpus)
             .with_context(|| format!("Failed to create {}", corpus.display()))?;
         let mut command = workspace.cargo(&["run", "--quiet", "--profile", "fuzz"]);
-        command.args(["--package", "fuzz", "--features", "libfuzzer"]);
         // With a target named, build scripts and macros are not instrumented: they are not linked with libFuzzer.
-        command.args(["--bin", target, "--target", &host]);
+        command.args(["--package", "fuzz", "--bin", target, "--target", &host]);
         command.arg("--target-dir").arg(&directory).arg("--");
         command.arg(corpus).arg(sources.join("seeds").join(target));
         let dictionary = sources.join(target).with_extension("dict");
@@ -70,7 +70,7 @@ pub(crate) fn run(
         command.arg(format!("-runs={runs}")).args(args);
         command
             .env_remove("CARGO_ENCODED_RUSTFLAGS")
-            .env("RUSTFLAGS", COVERAGE);
+            .env("RUSTFLAGS", FLAGS);
         eprintln!("devstack: {target}");
         let mut program = Foreground::start(&mut command, None)?;
         let status = interrupts.wait(&mut program, || {})?;
