@@ -2,6 +2,7 @@
 
 use std::{
     process::{Child, Command, Stdio},
+    task::Poll,
     time::Duration,
 };
 
@@ -111,24 +112,36 @@ async fn relay_worker(url: &str, queue: &str) -> anyhow::Result<()> {
     bail!("RabbitMQ ended the relay's subscription")
 }
 
+/// As ours: all are handed to lapin before one is waited for.
 async fn pass_on(publisher: &Channel, batch: &[Delivery]) -> anyhow::Result<()> {
-    let mut confirms = Vec::with_capacity(batch.len());
-    for delivery in batch {
-        let message = RetryMessage::decode(delivery.data.as_slice())?;
+    let messages: Vec<RetryMessage> = batch
+        .iter()
+        .map(|delivery| RetryMessage::decode(delivery.data.as_slice()))
+        .collect::<Result<_, _>>()?;
+    let mut handed_over = Vec::with_capacity(messages.len());
+    for message in &messages {
         let properties = BasicProperties::default()
             .with_delivery_mode(2)
-            .with_message_id(message.message_id.into());
-        let published = publisher.basic_publish(
+            .with_message_id(message.message_id.as_str().into());
+        let mut publish = Box::pin(publisher.basic_publish(
             "".into(),
-            message.original_queue.into(),
+            message.original_queue.as_str().into(),
             BasicPublishOptions {
                 mandatory: true,
                 ..BasicPublishOptions::default()
             },
             &message.original_payload,
             properties,
-        );
-        confirms.push(published.await?);
+        ));
+        let polled = futures::poll!(publish.as_mut());
+        handed_over.push((publish, polled));
+    }
+    let mut confirms = Vec::with_capacity(messages.len());
+    for (publish, polled) in handed_over {
+        confirms.push(match polled {
+            Poll::Ready(written) => written?,
+            Poll::Pending => publish.await?,
+        });
     }
     for confirm in confirms {
         let confirmation = confirm.await?;

@@ -1,6 +1,6 @@
 //! Publishes a batch and tells what became of each message.
 
-use std::{collections::HashMap, time::Duration};
+use std::{collections::HashMap, task::Poll, time::Duration};
 
 use lapin::{Channel, Confirmation, Connection, options::BasicPublishOptions, types::ShortString};
 use tokio::time::{Instant, timeout_at};
@@ -73,9 +73,11 @@ impl Publisher {
     pub async fn publish(&mut self, batch: &[Outgoing]) -> (Vec<Outcome>, Option<Fault>) {
         let deadline = Instant::now() + self.broker.confirm_timeout;
         let mut fault = None;
-        let mut confirms = Vec::with_capacity(batch.len());
+        // lapin's future is done when its own thread has written the frames, a
+        // switch to and fro. So all are handed over, in order, before one is waited for.
+        let mut handed_over = Vec::with_capacity(batch.len());
         for message in batch {
-            let publish = self.channel.basic_publish(
+            let mut publish = Box::pin(self.channel.basic_publish(
                 ShortString::default(),
                 message.queue.clone(),
                 // Without `mandatory` a message to a missing queue is dropped and acked.
@@ -85,8 +87,17 @@ impl Publisher {
                 },
                 &message.body,
                 message.properties.clone(),
-            );
-            match timeout_at(deadline, publish).await {
+            ));
+            let polled = futures::poll!(publish.as_mut());
+            handed_over.push((publish, polled));
+        }
+        let mut confirms = Vec::with_capacity(batch.len());
+        for (publish, polled) in handed_over {
+            let written = match polled {
+                Poll::Ready(written) => Ok(written),
+                Poll::Pending => timeout_at(deadline, publish).await,
+            };
+            match written {
                 Ok(Ok(confirm)) => confirms.push(confirm),
                 Ok(Err(e)) => {
                     blame(&mut fault, &e);
