@@ -4,7 +4,7 @@ use std::{collections::HashSet, time::Duration};
 
 use chrono::{DateTime, Utc};
 use sha2::{Digest, Sha256};
-use sqlx::{FromRow, Row, postgres::PgRow};
+use sqlx::{AssertSqlSafe, FromRow, Row, postgres::PgRow};
 use uuid::Uuid;
 
 use super::{Store, StoreError, Tx, millis};
@@ -35,6 +35,9 @@ pub struct Mark {
     xid: String,
 }
 
+/// Columns of a [`Mark`].
+const MARK: &str = "now() AS at, pg_current_xact_id()::text AS xid";
+
 /// The columns of a batch, as arrays for `unnest`.
 #[derive(Default)]
 struct Columns<'t> {
@@ -62,13 +65,17 @@ struct Columns<'t> {
 }
 
 impl<'t> Columns<'t> {
+    /// In order of id, so that two instances with the same messages wait for each
+    /// other but never both.
     fn of(batch: &[Planned<'t>]) -> Self {
         let mut c = Self::default();
+        let mut ordered: Vec<&Planned<'t>> = batch.iter().collect();
+        ordered.sort_unstable_by_key(|planned| planned.task.message_id);
         for Planned {
             task,
             retry_count,
             next,
-        } in batch
+        } in ordered
         {
             let (delay, free, reason): (Option<Duration>, bool, Option<Reason>) = match *next {
                 Next::Retry { delay, free } => (Some(delay), free, None),
@@ -133,19 +140,26 @@ macro_rules! bind_columns {
 /// The batch as rows. A message is due after its delay, not before the moment
 /// its producer names, and at the latest when it expires; what goes to review
 /// is due now.
+///
+/// `unnest` stands among the columns, not in FROM: there it would first store
+/// the whole batch with its payloads, on disk beyond `work_mem`.
 macro_rules! incoming {
     () => {
-        "WITH incoming AS (
-            SELECT i.*,
-                   LEAST(now(), to_timestamp(first_failed_at_ms / 1000.0)) AS first_failed_at
-            FROM unnest($1::uuid[], $2::text[], $3::bytea[], $4::text[], $5::bytea[], $6::text[],
-                        $7::text[], $8::int[], $9::int[], $10::bool[], $11::bigint[], $12::bigint[],
-                        $13::bigint[], $14::bigint[], $15::text[], $16::text[], $17::text[],
-                        $18::text[], $19::text[], $20::text[], $21::smallint[])
-                AS i (message_id, producer_id, payload, queue, properties, error, class,
-                      retry_count, max_retries, free, delay_ms, not_before_ms,
-                      first_failed_at_ms, max_age_ms, reason, policy, category, tenant,
-                      correlation_id, trace_id, priority)
+        "WITH arrays AS (
+            SELECT unnest($1::uuid[]) AS message_id, unnest($2::text[]) AS producer_id,
+                   unnest($3::bytea[]) AS payload, unnest($4::text[]) AS queue,
+                   unnest($5::bytea[]) AS properties, unnest($6::text[]) AS error,
+                   unnest($7::text[]) AS class, unnest($8::int[]) AS retry_count,
+                   unnest($9::int[]) AS max_retries, unnest($10::bool[]) AS free,
+                   unnest($11::bigint[]) AS delay_ms, unnest($12::bigint[]) AS not_before_ms,
+                   unnest($13::bigint[]) AS first_failed_at_ms, unnest($14::bigint[]) AS max_age_ms,
+                   unnest($15::text[]) AS reason, unnest($16::text[]) AS policy,
+                   unnest($17::text[]) AS category, unnest($18::text[]) AS tenant,
+                   unnest($19::text[]) AS correlation_id, unnest($20::text[]) AS trace_id,
+                   unnest($21::smallint[]) AS priority
+        ), incoming AS (
+            SELECT *, LEAST(now(), to_timestamp(first_failed_at_ms / 1000.0)) AS first_failed_at
+            FROM arrays
         ), due AS (
             SELECT *,
                    first_failed_at + max_age_ms * interval '1 millisecond' AS expires_at,
@@ -171,7 +185,6 @@ const INSERT: &str = concat!(
                max_retries, free, GREATEST(LEAST(due_at, expires_at), now()), reason, first_failed_at,
                expires_at, policy, category, tenant, correlation_id, trace_id, priority
         FROM due
-        ORDER BY message_id
         ON CONFLICT (message_id) DO NOTHING
         RETURNING q.message_id, q.error_reason, ",
     changed!(),
@@ -239,9 +252,13 @@ const NOTE_DUPLICATES: &str = concat!(
 impl Store {
     /// Opens a transaction for one batch.
     pub async fn begin_intake(&self) -> Result<IntakeTx, StoreError> {
-        let mut tx = self.begin().await?;
-        let mark = sqlx::query_as("SELECT now() AS at, pg_current_xact_id()::text AS xid");
-        let mark = tx.run(|c| mark.fetch_one(c)).await?;
+        let mut tx = self.unbegun().await?;
+        // One round trip: a simple query answers with the row of its last statement.
+        let begin = format!("{}, {MARK}", self.begin);
+        let row = tx
+            .run(|c| sqlx::raw_sql(AssertSqlSafe(begin)).fetch_one(c))
+            .await?;
+        let mark = Mark::from_row(&row)?;
         Ok(IntakeTx { tx, mark })
     }
 

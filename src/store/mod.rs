@@ -173,15 +173,19 @@ impl Store {
     }
 
     async fn begin(&self) -> Result<Tx, StoreError> {
-        let connection = self.within(self.pool.acquire()).await?;
-        let mut tx = Tx {
-            connection: Some(connection),
-            deadline: self.deadline,
-            instance: self.instance.clone(),
-        };
+        let mut tx = self.unbegun().await?;
         let begin = sqlx::raw_sql(AssertSqlSafe(self.begin.to_string()));
         tx.run(|c| begin.execute(c)).await?;
         Ok(tx)
+    }
+
+    /// A connection for a transaction, which is to begin with `self.begin`.
+    async fn unbegun(&self) -> Result<Tx, StoreError> {
+        Ok(Tx {
+            connection: Some(self.within(self.pool.acquire()).await?),
+            deadline: self.deadline,
+            instance: self.instance.clone(),
+        })
     }
 
     async fn within<T>(
