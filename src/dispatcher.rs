@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use lapin::types::ShortString;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
@@ -68,6 +68,17 @@ pub enum Turn {
     Short,
     /// None that nobody else holds.
     Nothing,
+}
+
+/// What to do next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Look {
+    /// Something is due, or may be.
+    Claim,
+    /// Nothing was due.
+    Watch,
+    /// All that was due is in others' hands.
+    WatchOthers,
 }
 
 /// Why a turn failed. Its rows are as they were, or settled as far as known.
@@ -153,6 +164,7 @@ impl Dispatcher {
         careful: &mut usize,
         fairness: &mut Fairness,
     ) -> Option<String> {
+        let mut look = Look::Claim;
         while !cancelled.is_cancelled() {
             if let Err(why) = publisher.usable() {
                 if !publisher.blocked() {
@@ -164,13 +176,21 @@ impl Dispatcher {
                 continue;
             }
             self.part.up("connected");
+            if look != Look::Claim {
+                let watched = cancelled.run_until_cancelled(self.watch(look));
+                look = watched.await.unwrap_or(Look::Watch);
+                continue;
+            }
             let rows = if *careful > 0 { 1 } else { self.batch };
             *careful = careful.saturating_sub(1);
             match self.run_once(publisher, rows, fairness).await {
-                Ok(Turn::Full) => backoff.reset(),
                 Ok(turn) => {
                     backoff.reset();
-                    self.rest(&turn, cancelled).await;
+                    look = match turn {
+                        Turn::Full => Look::Claim,
+                        Turn::Short => Look::Watch,
+                        Turn::Nothing => Look::WatchOthers,
+                    };
                 }
                 Err(TurnError::Broker(Fault::Channel(why))) => {
                     // Alone, it was the culprit and has been dealt with.
@@ -193,16 +213,33 @@ impl Dispatcher {
         None
     }
 
-    /// Sleeps until something is due, at most the poll interval.
-    async fn rest(&self, turn: &Turn, cancelled: &CancellationToken) {
-        let now = Instant::now();
-        let nap = match self.store.next_due().await {
-            Ok(Some(Duration::ZERO)) if *turn == Turn::Nothing => CONTENDED_NAP,
-            Ok(Some(due)) => due,
-            Ok(None) | Err(_) => self.poll_interval,
+    /// Waits until something is due, at most the poll interval. One of all
+    /// workers looks, the others wait for their turn: an idle service asks
+    /// Postgres one question a poll interval.
+    async fn watch(&self, look: Look) -> Look {
+        let latest = Instant::now() + self.poll_interval;
+        let Ok(_turn) = timeout_at(latest, self.wake.turn.lock()).await else {
+            return look;
         };
-        let latest = now + nap.min(self.poll_interval);
-        cancelled.run_until_cancelled(self.wake.sleep(latest)).await;
+        let now = Instant::now();
+        match self.store.next_due().await {
+            Ok(Some(Duration::ZERO)) => {
+                if look == Look::WatchOthers {
+                    tokio::time::sleep(CONTENDED_NAP).await;
+                }
+                Look::Claim
+            }
+            Ok(due) => {
+                let known = due.is_some_and(|due| now + due <= latest);
+                let until = due.map_or(latest, |due| latest.min(now + due));
+                match self.wake.sleep(until).await || known {
+                    true => Look::Claim,
+                    false => Look::Watch,
+                }
+            }
+            // The claim says what is wrong, and backs off.
+            Err(_) => Look::Claim,
+        }
     }
 
     async fn nap(&self, nap: Duration, cancelled: &CancellationToken) {

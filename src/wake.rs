@@ -10,6 +10,8 @@ use tokio::{
 /// The earliest moment anybody knows of at which something is due.
 #[derive(Default)]
 pub struct Wake {
+    /// Held by the one who watches.
+    pub turn: tokio::sync::Mutex<()>,
     next: Mutex<Option<Instant>>,
     changed: Notify,
 }
@@ -24,9 +26,9 @@ impl Wake {
         }
     }
 
-    /// Sleeps until `latest` or the earliest known moment, whichever is first.
-    /// That moment is then forgotten. Safe to cancel.
-    pub async fn sleep(&self, latest: Instant) {
+    /// Sleeps until `latest` or the earliest known moment, whichever is first;
+    /// whether such a moment came. It is then forgotten. Safe to cancel.
+    pub async fn sleep(&self, latest: Instant) -> bool {
         loop {
             // Registered before looking, so that no change is missed.
             let changed = self.changed.notified();
@@ -37,9 +39,7 @@ impl Wake {
             }
         }
         let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
-        if next.is_some_and(|known| known <= Instant::now()) {
-            *next = None;
-        }
+        next.take_if(|known| *known <= Instant::now()).is_some()
     }
 
     fn known(&self) -> Option<Instant> {
@@ -63,9 +63,9 @@ mod tests {
         tokio::task::yield_now().await;
         wake.at(start + Duration::from_secs(2));
         wake.at(start + Duration::from_secs(5));
-        sleeper.await.unwrap();
+        assert!(sleeper.await.unwrap(), "woken early");
         assert_eq!(start.elapsed(), Duration::from_secs(2));
-        wake.sleep(start + Duration::from_secs(9)).await;
+        assert!(!wake.sleep(start + Duration::from_secs(9)).await);
         assert_eq!(start.elapsed(), Duration::from_secs(9));
     }
 }
