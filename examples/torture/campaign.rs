@@ -31,7 +31,7 @@ use crate::{
 
 const PRODUCERS: usize = 2;
 
-const STARTING: Duration = Duration::from_secs(60);
+pub const STARTING: Duration = Duration::from_secs(60);
 
 /// Nothing came back for so long: nothing more will.
 const QUIET: Duration = Duration::from_secs(25);
@@ -203,7 +203,7 @@ impl Campaign {
     pub async fn judge(&self) -> anyhow::Result<Verdict> {
         let live = self.rows.live().await?;
         let mut verdict = self.ledger.judge(&live);
-        self.rows.judge(&mut verdict).await?;
+        self.rows.judge(&mut verdict, true).await?;
         Ok(verdict)
     }
 
@@ -260,7 +260,7 @@ async fn kills(chaos: Arc<Chaos>, pace: Arc<Pace>, seed: u64, kills: usize, time
 }
 
 /// The binary that cargo built beside this example.
-fn binary() -> anyhow::Result<PathBuf> {
+pub fn binary() -> anyhow::Result<PathBuf> {
     let own = std::env::current_exe()?;
     let profile = own.parent().and_then(Path::parent);
     let binary = profile.context("no directory")?.join("retry-scheduler");

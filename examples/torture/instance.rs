@@ -53,6 +53,8 @@ const LEAVING: Duration = Duration::from_secs(10);
 pub struct Slot {
     pub postgres: Proxy,
     pub rabbitmq: Proxy,
+    /// Settings beside the usual ones, which they win over.
+    pub settings: Vec<(&'static str, String)>,
     number: usize,
     binary: PathBuf,
     log: PathBuf,
@@ -72,6 +74,7 @@ impl Slot {
         Ok(Self {
             postgres: Proxy::to(stack.postgres.port()).await?,
             rabbitmq: Proxy::to(stack.rabbitmq.port()).await?,
+            settings: Vec::new(),
             number,
             binary: binary.to_owned(),
             log: logs.join(format!("instance-{number}.log")),
@@ -92,6 +95,7 @@ impl Slot {
             .arg("serve")
             .env_clear()
             .envs(SETTINGS)
+            .envs(self.settings.iter().cloned())
             .envs(std::env::var("RETRY_PLANT").map(|bug| ("RETRY_PLANT", bug)))
             // Measured for coverage or not: one that is killed leaves half a file.
             .env("LLVM_PROFILE_FILE", "/dev/null")
@@ -141,9 +145,13 @@ impl Slot {
     }
 
     fn signal(&self, signal: Signal) -> anyhow::Result<()> {
+        Ok(kill(Pid::from_raw(i32::try_from(self.pid()?)?), signal)?)
+    }
+
+    /// Of the instance that runs here.
+    pub fn pid(&self) -> anyhow::Result<u32> {
         let pid = self.child.as_ref().and_then(Child::id);
-        let pid = pid.with_context(|| format!("instance {} does not run", self.number))?;
-        Ok(kill(Pid::from_raw(i32::try_from(pid)?), signal)?)
+        pid.with_context(|| format!("instance {} does not run", self.number))
     }
 
     /// An instance that ended by itself has failed, whatever the fault.

@@ -15,13 +15,14 @@ mod plant;
 mod post;
 mod proxy;
 mod rows;
+mod steady;
 
-use std::{path::Path, process::ExitCode};
+use std::{path::Path, process::ExitCode, time::Duration};
 
-use clap::{Parser, ValueEnum};
+use clap::{Parser, ValueEnum, builder::ArgPredicate};
 use tokio_util::sync::CancellationToken;
 
-use crate::{campaign::Campaign, fault::Fault, ledger::Verdict, plant::Plant};
+use crate::{campaign::Campaign, fault::Fault, ledger::Verdict, plant::Plant, steady::Steady};
 
 const AFTER_HELP: &str = "\
 Exit status: 0 when nothing was lost, unexpected or over its bound, 1 otherwise.
@@ -33,7 +34,9 @@ One that must fail, because rows are deleted behind the service's back:
 One with a bug in the service, of those in src/plant.rs:
   RETRY_PLANT=IgnoreReturns cargo dev torture --faults 3 --only target-gone
 All of that kind, which must all be caught:
-  examples/torture/controls.sh";
+  examples/torture/controls.sh
+No faults, but an hour of ordinary work on the release build, in which nothing may grow:
+  cargo dev torture --steady 3600 --rate 200";
 
 /// Do everything to retry-scheduler that can be done, and see whether a message is lost.
 ///
@@ -55,7 +58,11 @@ struct Args {
     #[arg(long, default_value_t = 3000)]
     messages: usize,
     /// Instances of the service
-    #[arg(long, default_value_t = 3)]
+    #[arg(
+        long,
+        default_value_t = 3,
+        default_value_if("steady", ArgPredicate::IsPresent, "2")
+    )]
     instances: usize,
     /// Faults, one after the other
     #[arg(long, default_value_t = 15)]
@@ -72,6 +79,12 @@ struct Args {
     /// Do something wrong, to see it noticed
     #[arg(long, value_enum)]
     plant: Option<Plant>,
+    /// No faults: a steady load for so many seconds, and whether anything grows meanwhile
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(180..))]
+    steady: Option<u64>,
+    /// Messages a second of a steady load
+    #[arg(long, default_value_t = 200, requires = "steady")]
+    rate: u32,
 }
 
 impl Args {
@@ -90,7 +103,11 @@ async fn main() -> ExitCode {
     let stop = CancellationToken::new();
     tokio::spawn(on_signals(stop.clone()));
     let logs = std::env::temp_dir().join(format!("torture-{}", std::process::id()));
-    match torture(&args, &logs, &stop).await {
+    let done = match args.steady {
+        Some(seconds) => steady(&args, Duration::from_secs(seconds), &logs, &stop).await,
+        None => torture(&args, &logs, &stop).await,
+    };
+    match done {
         Ok(Some(true)) => {
             let _ = std::fs::remove_dir_all(&logs);
             ExitCode::SUCCESS
@@ -154,7 +171,49 @@ async fn torture(
     Ok(Some(verdict.is_good()))
 }
 
-fn tell(verdict: &Verdict, recovery: f64) {
+/// The same, of a steady load.
+async fn steady(
+    args: &Args,
+    time: Duration,
+    logs: &Path,
+    stop: &CancellationToken,
+) -> anyhow::Result<Option<bool>> {
+    std::fs::create_dir_all(logs)?;
+    println!(
+        "{} messages a second for {} s, {} instances",
+        args.rate,
+        time.as_secs(),
+        args.instances
+    );
+    let begin = Steady::begin(args, time, logs);
+    let Some(steady) = stop.run_until_cancelled(begin).await else {
+        return Ok(None);
+    };
+    let mut steady = steady?;
+    let outcome = stop.run_until_cancelled(steady.run()).await;
+    steady.end().await;
+    let Some(outcome) = outcome else {
+        return Ok(None);
+    };
+    let outcome = outcome?;
+    for line in &outcome.figures {
+        println!("{line}");
+    }
+    list(&outcome.verdict);
+    println!(
+        "sent {}, lost {}, duplicated {}, unexpected {}, over bound {}, growing {}",
+        outcome.verdict.attempted,
+        outcome.verdict.lost.len(),
+        outcome.verdict.duplicated,
+        outcome.verdict.unexpected.len(),
+        outcome.verdict.over_bound.len(),
+        outcome.growing
+    );
+    Ok(Some(outcome.is_good()))
+}
+
+/// What is wrong, if something is.
+fn list(verdict: &Verdict) {
     let bad = [
         ("lost", &verdict.lost),
         ("unexpected", &verdict.unexpected),
@@ -165,6 +224,10 @@ fn tell(verdict: &Verdict, recovery: f64) {
             println!("{kind}: {what}");
         }
     }
+}
+
+fn tell(verdict: &Verdict, recovery: f64) {
+    list(verdict);
     println!(
         "attempted {}, confirmed {}, lost {}, duplicated {}{}, unexpected {}, over bound {}, \
          recovery p95 {recovery:.1} s",

@@ -11,7 +11,7 @@ use crate::{ledger::Verdict, message::Message};
 pub struct Rows(PgPool);
 
 /// History that must not be, with the rule it breaks.
-const UNSOUND: [(&str, &str); 4] = [
+const UNSOUND: [(&str, &str); 3] = [
     (
         "one retry was settled twice",
         "SELECT format('task %s as retry %s', task_id, retry_count) FROM retry_events
@@ -26,13 +26,6 @@ const UNSOUND: [(&str, &str); 4] = [
          WHERE retry_count < before",
     ),
     (
-        "the history does not follow on itself",
-        "SELECT format('task %s at event %s: %s after %s', task_id, id, from_status, before) FROM (
-             SELECT *, lag(status) OVER (PARTITION BY task_id ORDER BY id) AS before
-             FROM retry_events) e
-         WHERE from_status IS DISTINCT FROM before",
-    ),
-    (
         "a row is not as its history says",
         "SELECT format('task %s is %s, by its history %s', q.id, q.status, e.status)
          FROM retry_queue q LEFT JOIN LATERAL (
@@ -40,6 +33,15 @@ const UNSOUND: [(&str, &str); 4] = [
          WHERE (q.status, q.retry_count) IS DISTINCT FROM (e.status, e.retry_count)",
     ),
 ];
+
+/// The same, where no history is too old to be kept.
+const UNSOUND_IN_WHOLE: (&str, &str) = (
+    "the history does not follow on itself",
+    "SELECT format('task %s at event %s: %s after %s', task_id, id, from_status, before) FROM (
+             SELECT *, lag(status) OVER (PARTITION BY task_id ORDER BY id) AS before
+             FROM retry_events) e
+         WHERE from_status IS DISTINCT FROM before",
+);
 
 const OVER_BOUND: &str = "
     SELECT format('task %s was sent back %s times, of %s', task_id, count(*), max(max_retries))
@@ -66,9 +68,10 @@ impl Rows {
         Ok(messages.map(|m| m.number).collect())
     }
 
-    /// Adds what is wrong with the history.
-    pub async fn judge(&self, verdict: &mut Verdict) -> anyhow::Result<()> {
-        for (rule, sql) in UNSOUND {
+    /// Adds what is wrong with the history, which is there as a `whole` or in part.
+    pub async fn judge(&self, verdict: &mut Verdict, whole: bool) -> anyhow::Result<()> {
+        let in_whole = whole.then_some(UNSOUND_IN_WHOLE);
+        for (rule, sql) in UNSOUND.into_iter().chain(in_whole) {
             let found: Vec<String> = sqlx::query_scalar(sql)
                 .fetch_all(&self.0)
                 .await
@@ -79,6 +82,27 @@ impl Rows {
         let over: Vec<String> = sqlx::query_scalar(OVER_BOUND).fetch_all(&self.0).await?;
         verdict.over_bound.extend(over);
         Ok(())
+    }
+
+    /// How many connections the service has.
+    pub async fn connections(&self) -> anyhow::Result<f64> {
+        let sql =
+            "SELECT count(*)::float8 FROM pg_stat_activity WHERE application_name = 'torture'";
+        Ok(sqlx::query_scalar(sql).fetch_one(&self.0).await?)
+    }
+
+    /// Rows that wait; live and dead tuples; megabytes of tables, of what is kept
+    /// beside them, and of indexes.
+    pub async fn sizes(&self) -> anyhow::Result<[f64; 6]> {
+        let sql = "
+            SELECT ARRAY[(SELECT count(*) FROM retry_queue WHERE status = 'pending'),
+                         sum(n_live_tup), sum(n_dead_tup),
+                         sum(pg_relation_size(s.relid)) / 1e6,
+                         sum(COALESCE(pg_total_relation_size(NULLIF(c.reltoastrelid, 0)), 0)) / 1e6,
+                         sum(pg_indexes_size(s.relid)) / 1e6]::float8[]
+            FROM pg_stat_user_tables s JOIN pg_class c ON c.oid = s.relid";
+        let sizes: Vec<f64> = sqlx::query_scalar(sql).fetch_one(&self.0).await?;
+        sizes.try_into().ok().context("six figures")
     }
 
     /// Does something to a few rows behind the service's back; to how many.

@@ -52,7 +52,7 @@ pub const SETTINGS: &[Setting] = &[
     setting("BROKER_TIMEOUT_MS", "5000", "Deadline of connecting, declaring, acknowledging and closing."),
     setting("BROKER_HEARTBEAT_SECONDS", "10", "AMQP heartbeat; a frozen broker is noticed after two."),
     setting("MAX_PAYLOAD_BYTES", "16777216", "A larger original payload is not retried but goes to review."),
-    setting("IDEMPOTENCY_KEY_HOURS", "168", "How long an idempotency key is remembered."),
+    setting("IDEMPOTENCY_KEY_HOURS", "168", "How long an idempotency key is remembered, in hours or a fraction, as are the next three."),
     setting("RETAIN_RETRIED_HOURS", "168", "How long a message that was sent back and not heard of again is remembered."),
     setting("RETAIN_REVIEWED_HOURS", "2160", "How long a message that went to review, or was cancelled, is remembered."),
     setting("RETAIN_EVENTS_HOURS", "2160", "How long history is kept."),

@@ -351,6 +351,14 @@ mod tests {
     }
 
     #[test]
+    fn a_retention_may_be_a_fraction_of_an_hour() {
+        let s = load(&[("RETAIN_RETRIED_HOURS", "0.01")]).unwrap();
+        assert_eq!(s.retain_retried, Duration::from_secs(36));
+        assert_eq!(s.retain_events, Duration::from_secs(2160 * 3600));
+        load(&[("RETAIN_EVENTS_HOURS", "NaN")]).expect_err("no number");
+    }
+
+    #[test]
     fn passwords_are_not_shown() {
         let s = load(&[
             ("DATABASE_URL", "postgresql://me:hunter2@db/x"),

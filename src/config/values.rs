@@ -83,8 +83,9 @@ impl Values {
     }
 
     pub(super) fn hours(&self, name: &'static str) -> Result<Duration, ConfigError> {
-        self.within(name, 1..=100 * 366 * 24_u64)
-            .map(|hours| Duration::from_secs(hours * 3600))
+        // A fraction of an hour is enough for what keeps nothing, such as a test.
+        self.within(name, 0.001..=f64::from(100 * 366 * 24))
+            .map(|hours| Duration::from_secs_f64(hours * 3600.0))
     }
 
     pub(super) fn globs(&self, name: &'static str) -> Result<Option<GlobSet>, ConfigError> {

@@ -148,20 +148,17 @@ fn asks_for_help(args: &[String]) -> bool {
 }
 
 /// It starts services of its own, and instances of the binary, which `cargo run --example` alone does not build.
-/// With `RETRY_PLANT` in the environment, the binary has that bug.
+/// With `RETRY_PLANT` in the environment, the binary has that bug. A steady load is for what is released.
 fn torture(workspace: &Workspace, args: &[String]) -> Result<u8> {
     let interrupts = Interrupts::catch()?;
     devstack::ensure_installed()?;
     let planted = env::var_os("RETRY_PLANT").map(|_| "--features=plant");
+    let steady = args.iter().any(|arg| arg.starts_with("--steady"));
+    let profile = if steady { "release" } else { "dev" };
     let cargo = |words: &[&str]| {
         let mut command = workspace.cargo(words);
-        command.args([
-            "--quiet",
-            "--package",
-            "retry-scheduler",
-            "--example",
-            "torture",
-        ]);
+        command.args(["--quiet", "--profile", profile]);
+        command.args(["--package", "retry-scheduler", "--example", "torture"]);
         command.args(planted);
         command
     };

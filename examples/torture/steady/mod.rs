@@ -1,0 +1,241 @@
+//! `--steady`: hours of ordinary work. Does anything grow?
+//!
+//! No faults: instances of the real binary get a mix of everything that a
+//! message can be, at one rate, with so short a retention that what is old is
+//! removed meanwhile. Then memory, connections and tables must stay as they
+//! are, and every message must come back as often as its fate says, and no more.
+
+mod load;
+mod oracle;
+mod parcel;
+mod sample;
+
+use std::{
+    io::{IsTerminal, Write},
+    path::Path,
+    sync::Arc,
+    time::Duration,
+};
+
+use anyhow::Context;
+use devstack::Stack;
+use tokio::{
+    sync::Mutex,
+    task::{JoinSet, spawn_blocking},
+    time::{Instant, sleep, timeout},
+};
+
+use crate::{
+    Args,
+    campaign::{STARTING, binary},
+    instance::{Slot, is_ready},
+    ledger::Verdict,
+    message::{REVIEW, TARGETS},
+    rows::Rows,
+};
+use load::{DEAD_LETTERS, consume, produce};
+use oracle::Oracle;
+use parcel::{LETTERS, LONGEST_MS};
+use sample::Samples;
+
+/// `DATABASE_POOL_SIZE`.
+const POOL: u32 = 8;
+
+/// Nothing is asked to wait longer than a minute.
+const SETTLING: Duration = Duration::from_secs(180);
+
+/// How it went: the messages, and the figures.
+pub struct Outcome {
+    pub verdict: Verdict,
+    pub figures: Vec<String>,
+    pub growing: usize,
+}
+
+impl Outcome {
+    pub fn is_good(&self) -> bool {
+        self.verdict.is_good() && self.growing == 0
+    }
+}
+
+/// A load of so many parcels a second on the service, for so long.
+pub struct Steady {
+    stack: Arc<Stack>,
+    slots: Vec<Mutex<Slot>>,
+    rows: Rows,
+    oracle: Arc<Oracle>,
+    work: JoinSet<anyhow::Result<()>>,
+    time: Duration,
+    rate: u32,
+}
+
+impl Steady {
+    /// Starts the services, the instances and the consumers.
+    pub async fn begin(args: &Args, time: Duration, logs: &Path) -> anyhow::Result<Self> {
+        let binary = binary()?;
+        let stack = spawn_blocking(|| Stack::start_temporary("steady")).await??;
+        let database = stack.postgres.create_database("torture")?;
+        let stack = Arc::new(stack);
+        let oracle = Arc::new(Oracle::default());
+        let url = stack.rabbitmq.url();
+        let mut work = JoinSet::new();
+        for queue in TARGETS.into_iter().chain([LETTERS, REVIEW]) {
+            work.spawn(consume(url.clone(), queue, oracle.clone()));
+        }
+        let mut slots = Vec::new();
+        for number in 0..args.instances {
+            let mut slot = Slot::new(number, &binary, logs, &stack).await?;
+            slot.settings = settings(time);
+            slot.start()?;
+            slots.push(Mutex::new(slot));
+        }
+        let ready = async {
+            for slot in &slots {
+                let address = slot.lock().await.address();
+                while !is_ready(address).await {
+                    sleep(Duration::from_millis(50)).await;
+                }
+            }
+        };
+        let ready = timeout(STARTING, ready).await;
+        ready.with_context(|| format!("the instances do not start, see {}", logs.display()))?;
+        Ok(Self {
+            rows: Rows::open(&database)?,
+            stack,
+            slots,
+            oracle,
+            work,
+            time,
+            rate: args.rate,
+        })
+    }
+
+    /// Produces and measures until the time is over and everything is back.
+    pub async fn run(&mut self) -> anyhow::Result<Outcome> {
+        let mut samples = Samples::new(self.slots.len(), POOL);
+        let url = self.stack.rabbitmq.url();
+        let producing = produce(url, self.oracle.clone(), self.rate, self.time);
+        self.work.spawn(producing);
+        let begun = Instant::now();
+        let every = (self.time / 60).clamp(Duration::from_secs(5), Duration::from_secs(60));
+        println!("      s     sent  {}", samples.heading());
+        let mut next = begun + every;
+        while begun.elapsed() < self.time {
+            self.pause(begun, next.min(begun + self.time)).await?;
+            let line = samples.take(&self.slots, &self.stack, &self.rows).await?;
+            let sent = self.oracle.count();
+            say(&format!(
+                "{:>7.0}  {sent:>7}  {line}",
+                begun.elapsed().as_secs_f64()
+            ));
+            next += every;
+        }
+        self.settle().await?;
+        let mut verdict = self.oracle.judge();
+        self.rows.judge(&mut verdict, false).await?;
+        let warm = warm_up(self.time).as_secs_f64() / every.as_secs_f64();
+        let (figures, growing) = samples.judge(warm.ceil() as usize);
+        Ok(Outcome {
+            verdict,
+            figures,
+            growing,
+        })
+    }
+
+    /// Until this moment, unless something ends that must not.
+    async fn pause(&mut self, begun: Instant, until: Instant) -> anyhow::Result<()> {
+        while Instant::now() < until {
+            for slot in &self.slots {
+                slot.lock().await.ensure_alive()?;
+            }
+            if let Some(ended) = self.work.try_join_next() {
+                ended??;
+            }
+            bar(begun.elapsed().as_secs_f64() / self.time.as_secs_f64());
+            tokio::time::sleep_until(until.min(Instant::now() + Duration::from_millis(500))).await;
+        }
+        Ok(())
+    }
+
+    /// Waits until everything is back; then the instances must stop cleanly.
+    async fn settle(&mut self) -> anyhow::Result<()> {
+        let begun = Instant::now();
+        while self.oracle.open() > 0 && begun.elapsed() < SETTLING {
+            self.pause(begun, Instant::now() + Duration::from_secs(1))
+                .await?;
+        }
+        // What came twice may come a moment later.
+        sleep(Duration::from_secs(3)).await;
+        let waiting = self.rows.waiting().await?;
+        if waiting > 0 {
+            self.oracle
+                .unexpected(format!("{waiting} rows wait, and there is no end to it"));
+        }
+        for slot in &self.slots {
+            slot.lock().await.leave().await?;
+        }
+        Ok(())
+    }
+
+    /// Stops everything.
+    pub async fn end(mut self) {
+        self.work.shutdown().await;
+        drop(self.slots);
+        // Stopping the services blocks.
+        let _ = spawn_blocking(move || drop(self.stack)).await;
+    }
+}
+
+/// How long what has ended is kept: a twentieth of the time.
+fn retention(time: Duration) -> Duration {
+    (time / 20).clamp(Duration::from_secs(10), Duration::from_secs(600))
+}
+
+/// Longer than any row that they are about.
+fn retention_of_events(time: Duration) -> Duration {
+    2 * retention(time) + Duration::from_millis(LONGEST_MS)
+}
+
+/// Until then everything has to grow.
+fn warm_up(time: Duration) -> Duration {
+    retention_of_events(time) + Duration::from_secs(10)
+}
+
+/// The usual time-outs: a busy machine is no fault here.
+fn settings(time: Duration) -> Vec<(&'static str, String)> {
+    let hours = |time: Duration| (time.as_secs_f64() / 3600.0).to_string();
+    vec![
+        ("DEAD_LETTER_QUEUE", DEAD_LETTERS.into()),
+        ("DATABASE_POOL_SIZE", POOL.to_string()),
+        ("DATABASE_TIMEOUT_MS", "15000".into()),
+        ("CONFIRM_TIMEOUT_MS", "10000".into()),
+        ("BROKER_TIMEOUT_MS", "5000".into()),
+        ("BROKER_HEARTBEAT_SECONDS", "10".into()),
+        ("SHUTDOWN_TIMEOUT_MS", "20000".into()),
+        ("LOG_LEVEL", "warn".into()),
+        ("RETAIN_RETRIED_HOURS", hours(retention(time))),
+        ("RETAIN_REVIEWED_HOURS", hours(retention(time))),
+        ("IDEMPOTENCY_KEY_HOURS", hours(retention(time))),
+        ("RETAIN_EVENTS_HOURS", hours(retention_of_events(time))),
+    ]
+}
+
+/// How far it is, on a terminal.
+fn bar(part: f64) {
+    const WIDTH: usize = 50;
+    if std::io::stderr().is_terminal() {
+        let part = part.min(1.0);
+        let done = "#".repeat((part * WIDTH as f64) as usize);
+        let _ = write!(
+            std::io::stderr(),
+            "\r\x1b[K[{done:<WIDTH$}] {:3.0} %",
+            part * 100.0
+        );
+    }
+}
+
+fn say(line: &str) {
+    if std::io::stderr().is_terminal() {
+        let _ = write!(std::io::stderr(), "\r\x1b[K");
+    }
+    println!("{line}");
+}

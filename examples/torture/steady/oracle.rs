@@ -1,0 +1,100 @@
+//! What came back of a steady load, in two bytes a parcel.
+
+use std::sync::{
+    Mutex, MutexGuard, PoisonError,
+    atomic::{AtomicUsize, Ordering},
+};
+
+use super::parcel::{Parcel, REVIEWED};
+use crate::ledger::Verdict;
+
+/// More than anybody reads.
+const TOLD: usize = 1000;
+
+/// Nothing goes wrong in a steady load: each parcel has one course, and comes
+/// back as what it says once each, or something is not as it should be.
+#[derive(Default)]
+pub struct Oracle {
+    /// As what each parcel came back: see [`Parcel::course`].
+    came: Mutex<Vec<u16>>,
+    /// How many have not come back as often as they must.
+    open: AtomicUsize,
+    duplicated: AtomicUsize,
+    unexpected: Mutex<Vec<String>>,
+}
+
+impl Oracle {
+    /// This one is sent next; parcels are in the order of their numbers.
+    pub fn sent(&self) {
+        lock(&self.came).push(0);
+        self.open.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub fn count(&self) -> usize {
+        lock(&self.came).len()
+    }
+
+    pub fn open(&self) -> usize {
+        self.open.load(Ordering::Relaxed)
+    }
+
+    /// It came back to its queue with this count, or to review (`None`).
+    pub fn arrived(&self, parcel: Parcel, count: Option<i32>) {
+        let bit = count.map_or(REVIEWED, |count| 1 << count.clamp(0, 14));
+        let which = count.map_or("in review".into(), |count| format!("as retry {count}"));
+        let course = parcel.course();
+        let mut came = lock(&self.came);
+        let Some(came) = came.get_mut(parcel.number) else {
+            return self.unexpected(format!("{parcel:?} was never sent"));
+        };
+        if *came & bit != 0 {
+            self.duplicated.fetch_add(1, Ordering::Relaxed);
+            self.unexpected(format!("{parcel:?} came twice {which}"));
+        } else if course & bit == 0 {
+            self.unexpected(format!("{parcel:?} ({:?}) came {which}", parcel.fate()));
+        } else {
+            *came |= bit;
+            if *came == course {
+                self.open.fetch_sub(1, Ordering::Relaxed);
+            }
+        }
+    }
+
+    pub fn unexpected(&self, what: String) {
+        let mut told = lock(&self.unexpected);
+        if told.len() < TOLD {
+            told.push(what);
+        }
+    }
+
+    /// Everything that was sent was confirmed, or the load ended.
+    pub fn judge(&self) -> Verdict {
+        let came = lock(&self.came);
+        let mut verdict = Verdict {
+            attempted: came.len(),
+            confirmed: came.len(),
+            duplicated: self.duplicated.load(Ordering::Relaxed),
+            unexplained: self.duplicated.load(Ordering::Relaxed),
+            unexpected: lock(&self.unexpected).clone(),
+            ..Verdict::default()
+        };
+        for (number, came) in came.iter().enumerate() {
+            let parcel = Parcel {
+                number,
+                not_before: 0,
+            };
+            if *came != parcel.course() {
+                verdict.lost.push(format!(
+                    "{number} ({:?}) came back as {came:#b}, of {:#b}",
+                    parcel.fate(),
+                    parcel.course()
+                ));
+            }
+        }
+        verdict
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
