@@ -206,6 +206,9 @@ impl Dispatcher {
                 Err(TurnError::Store(e)) => {
                     self.metrics.store_errors.inc();
                     warn!(error = %e, "the dispatcher cannot reach the store");
+                    // What was published could not be settled and is sent again: one
+                    // message shall find out when that works, and not a batch each time.
+                    *careful = (*careful).max(1);
                     backoff.wait(cancelled).await;
                 }
             }

@@ -548,3 +548,37 @@ async fn a_full_queue_costs_no_attempt_and_gets_its_message_when_there_is_room()
     .await;
     service.stop().await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn while_nothing_can_be_settled_one_message_is_sent_again_and_not_all_of_them() {
+    const MESSAGES: usize = 50;
+    let mut bed = Bed::new().await;
+    bed.set("DISPATCH_WORKERS", "1");
+    bed.migrate().await;
+    // A full disk lets rows be read and locked, and nothing be written.
+    sqlx::raw_sql(
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$
+         BEGIN
+             RAISE EXCEPTION 'could not extend file' USING ERRCODE = 'disk_full';
+         END $$;
+         CREATE TRIGGER refuse BEFORE UPDATE ON retry_queue
+             FOR EACH ROW EXECUTE FUNCTION refuse();",
+    )
+    .execute(&bed.db)
+    .await
+    .expect("the disk is full");
+    let queue = bed.declare("target").await;
+    bed.insert_due(&queue, MESSAGES as i32).await;
+    let service = bed.start().await;
+    let mut inbox = bed.client.consume(&queue).await;
+    let first: HashSet<String> = inbox.take(MESSAGES).await.iter().map(|m| m.id()).collect();
+    assert_eq!(first.len(), MESSAGES);
+    let again: HashSet<String> = inbox.take(4).await.iter().map(|m| m.id()).collect();
+    assert_eq!(again.len(), 1, "of a batch that cannot be settled");
+    sqlx::raw_sql("DROP TRIGGER refuse ON retry_queue")
+        .execute(&bed.db)
+        .await
+        .expect("there is room");
+    bed.until_count(RETRIED, MESSAGES as i64).await;
+    service.stop().await;
+}
