@@ -15,6 +15,7 @@ mod histories;
 mod inputs;
 mod instances;
 mod losing;
+mod migrating;
 mod pipeline;
 mod standing;
 mod stopping;

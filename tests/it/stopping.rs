@@ -1,7 +1,7 @@
 //! Stopping: asked once it finishes or rolls back what is in hand, asked twice
 //! it leaves at once, and no stop loses anything.
 
-use std::collections::HashMap;
+use std::collections::HashSet;
 
 use retry_scheduler::wire::proto::RetryMessage;
 
@@ -122,13 +122,13 @@ async fn rolling_restarts_under_load_lose_nothing_and_repeat_nothing() {
     let messages: Vec<RetryMessage> = (0..MESSAGES)
         .map(|n| message(&queue, format!("{n}")))
         .collect();
-    bed.client.send_all(&bed.intake(), &messages).await;
     let mut service = Process::spawn(bed.command());
-    for stop in 1..=3 {
+    for (stop, some) in messages.chunks(MESSAGES / 3).enumerate() {
+        bed.client.send_all(&bed.intake(), some).await;
         // Stopped in the middle of its work, with another one beside it.
         eventually("some are done", || async {
             let done = bed.client.depth(&queue).await.unwrap() as usize;
-            (done > stop * MESSAGES / 10).then_some(())
+            (done > stop * MESSAGES / 3 + MESSAGES / 15).then_some(())
         })
         .await;
         let next = Process::spawn(bed.command());
@@ -138,13 +138,11 @@ async fn rolling_restarts_under_load_lose_nothing_and_repeat_nothing() {
         service = next;
     }
     bed.until_count(RETRIED, MESSAGES as i64).await;
-    let mut times: HashMap<String, u32> = HashMap::new();
+    // Before anybody consumes: whoever does may hold one too many unseen.
+    assert_eq!(bed.client.depth(&queue).await, Some(MESSAGES as u32));
     let mut inbox = bed.client.consume(&queue).await;
-    for back in inbox.take(MESSAGES).await {
-        *times.entry(back.id()).or_default() += 1;
-    }
-    assert_eq!(times.len(), MESSAGES);
-    assert_eq!(bed.client.depth(&queue).await, Some(0));
+    let back: HashSet<String> = inbox.take(MESSAGES).await.iter().map(|m| m.id()).collect();
+    assert_eq!(back.len(), MESSAGES);
     service.signal("TERM").await;
     assert_eq!(service.ended().await.0.code(), Some(0));
 }
