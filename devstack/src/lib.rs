@@ -34,7 +34,7 @@ pub use amqp::speaks_amqp;
 pub use foreground::Foreground;
 pub use lock::Lock;
 pub use ports::free_or_other;
-pub use postgres::Postgres;
+pub use postgres::{Postgres, Standby};
 pub use process::exit_code;
 pub use programs::{ensure_found, ensure_installed};
 pub use rabbitmq::RabbitMq;
@@ -71,7 +71,11 @@ impl Stack {
 
     /// Starts both empty, in a directory that is deleted in the end.
     pub fn start_temporary(name: &str) -> Result<Self> {
-        let dir = temporary_directory(name);
+        Self::start_temporary_in(temporary_directory(name))
+    }
+
+    /// Starts both empty, in this directory, which is deleted in the end.
+    pub fn start_temporary_in(dir: PathBuf) -> Result<Self> {
         Self::start_in(
             &Options {
                 dir,

@@ -1,11 +1,14 @@
 //! A private Postgres.
 
+mod standby;
+
 use std::env;
 use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU16, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
@@ -18,7 +21,9 @@ use crate::process;
 use crate::programs::PostgresPrograms;
 use crate::service::Service;
 use crate::watchdog::Watchdog;
-use crate::{ATTEMPTS, Options, temporary_directory};
+use crate::{ATTEMPTS, Options, temporary_directory, unpoisoned};
+
+pub use standby::Standby;
 
 /// Crash recovery may have to go through a lot of WAL.
 const START: Duration = Duration::from_secs(60);
@@ -32,10 +37,30 @@ pub struct Postgres {
     directory: PathBuf,
     durable: bool,
     temporary: bool,
-    port: u16,
-    service: Service,
+    watchdog: Arc<Watchdog>,
+    /// A standby may take its place.
+    primary: Mutex<Arc<Server>>,
     // Last: unlocked when everything is stopped.
     _lock: Lock,
+}
+
+/// One cluster, and the process that serves it.
+#[derive(Debug)]
+struct Server {
+    data: PathBuf,
+    /// The same after a stop and a start.
+    port: AtomicU16,
+    service: Service,
+}
+
+impl Server {
+    fn port(&self) -> u16 {
+        self.port.load(Ordering::Relaxed)
+    }
+
+    fn url(&self, database: &str) -> String {
+        format!("postgresql://postgres@127.0.0.1:{}/{database}", self.port())
+    }
 }
 
 impl Postgres {
@@ -70,7 +95,7 @@ impl Postgres {
             Some(lock.share()?),
             temporary.then_some(directory.as_path()),
         )?);
-        let service = Service::new("postgres", &directory, watchdog);
+        let service = Service::new("postgres", &directory, watchdog.clone());
         service.end_leftover(Signal::SIGQUIT)?;
         let _ = fs::remove_file(service.log());
 
@@ -83,30 +108,27 @@ impl Postgres {
         // id were free, which after a reboot it need not be.
         let _ = fs::remove_file(data.join("postmaster.pid"));
 
-        let seed = ports::hash(&directory.to_string_lossy());
-        let mut postgres = Self {
+        let server = Server {
+            data,
+            port: AtomicU16::new(0),
+            service,
+        };
+        let postgres = Self {
             programs,
             account,
             directory,
             durable: options.durable,
             temporary,
-            port: 0,
-            service,
+            watchdog,
+            primary: Mutex::new(Arc::new(server)),
             _lock: lock,
         };
-        for attempt in 0..ATTEMPTS {
-            [postgres.port] = ports::free(seed.wrapping_add(attempt * 7))?;
-            match postgres.start_again() {
-                Err(_) if !ports::is_free(postgres.port) && attempt + 1 < ATTEMPTS => {}
-                Err(error) => return Err(error),
-                Ok(()) => break,
-            }
-        }
+        postgres.start_on_a_free_port(&postgres.primary(), &[])?;
         if !options.quiet {
             let seconds = started.elapsed().as_secs_f32();
             eprintln!(
                 "devstack: Postgres is ready on port {} after {seconds:.1} s",
-                postgres.port
+                postgres.port()
             );
         }
         Ok(postgres)
@@ -114,15 +136,34 @@ impl Postgres {
 
     /// Starts it after a stop, with the same port and data; returns when it takes connections.
     pub fn start_again(&self) -> Result<()> {
-        let data = self.data_dir();
+        self.serve(&self.primary(), &[])
+    }
+
+    fn start_on_a_free_port(&self, server: &Server, more: &[String]) -> Result<()> {
+        let seed = ports::hash(&server.data.to_string_lossy());
+        for attempt in 0..ATTEMPTS {
+            let [port] = ports::free(seed.wrapping_add(attempt * 7))?;
+            server.port.store(port, Ordering::Relaxed);
+            match self.serve(server, more) {
+                Err(_) if !ports::is_free(port) && attempt + 1 < ATTEMPTS => {}
+                result => return result,
+            }
+        }
+        Ok(())
+    }
+
+    /// With `more` settings than the usual ones.
+    fn serve(&self, server: &Server, more: &[String]) -> Result<()> {
+        let data = &server.data;
         let marker = data.to_string_lossy().into_owned();
-        let settings = self.settings();
+        let settings = self.settings(server.port());
         let configure = |command: &mut Command| {
             command
                 .arg(self.programs.program("postgres"))
                 .arg("-D")
-                .arg(&data);
-            command.args(settings.iter().flat_map(|setting| ["-c", setting]));
+                .arg(data);
+            let settings = settings.iter().chain(more);
+            command.args(settings.flat_map(|setting| ["-c", setting]));
             surroundings(command, self.account, &self.directory);
         };
         let signal = if self.temporary {
@@ -130,18 +171,17 @@ impl Postgres {
         } else {
             Signal::SIGINT
         };
-        self.service
-            .start(signal, &marker, configure, START, |pid| {
-                is_ready(&data, pid)
-            })
+        server
+            .service
+            .start(signal, &marker, configure, START, |pid| is_ready(data, pid))
     }
 
-    fn settings(&self) -> Vec<String> {
+    fn settings(&self, port: u16) -> Vec<String> {
         // synchronous_commit stays on either way: without fsync, what is committed still survives the death of Postgres,
         // only not that of the machine.
         let safe = if self.durable { "on" } else { "off" };
         vec![
-            format!("port={}", self.port),
+            format!("port={port}"),
             "listen_addresses=127.0.0.1".to_owned(),
             "unix_socket_directories=".to_owned(),
             "max_connections=300".to_owned(),
@@ -155,32 +195,32 @@ impl Postgres {
 
     /// Stops it as `pg_ctl stop -m fast` does: sessions end, data is flushed.
     pub fn stop(&self) -> Result<()> {
-        self.service.stop(Signal::SIGINT, STOP)
+        self.primary().service.stop(Signal::SIGINT, STOP)
     }
 
     /// Stops it as `pg_ctl stop -m immediate` does: a crash in an orderly manner, with recovery at the next start.
     pub fn stop_immediate(&self) -> Result<()> {
-        self.service.stop(Signal::SIGQUIT, STOP)
+        self.primary().service.stop(Signal::SIGQUIT, STOP)
     }
 
     /// SIGKILL for the postmaster and all backends.
     pub fn kill(&self) -> Result<()> {
-        self.service.kill()
+        self.primary().service.kill()
     }
 
     /// SIGSTOP for the postmaster and all backends: connections stay open and nothing answers.
     pub fn pause(&self) -> Result<()> {
-        self.service.pause()
+        self.primary().service.pause()
     }
 
     /// Ends a pause.
     pub fn resume(&self) -> Result<()> {
-        self.service.resume()
+        self.primary().service.resume()
     }
 
     /// The address of a database, which need not exist.
     pub fn url(&self, database: &str) -> String {
-        format!("postgresql://postgres@127.0.0.1:{}/{database}", self.port)
+        self.primary().url(database)
     }
 
     /// Creates a database unless it exists; returns its address.
@@ -207,6 +247,10 @@ impl Postgres {
 
     /// What `psql -At` prints: a line a row, columns parted by `|`.
     pub fn psql(&self, database: &str, sql: &str) -> Result<String> {
+        self.psql_at(&self.url(database), sql)
+    }
+
+    fn psql_at(&self, url: &str, sql: &str) -> Result<String> {
         let mut command = Command::new(self.programs.program("psql"));
         command.args([
             "-X",
@@ -215,7 +259,7 @@ impl Postgres {
             "-v",
             "ON_ERROR_STOP=1",
             "-d",
-            &self.url(database),
+            url,
             "-c",
             sql,
         ]);
@@ -223,19 +267,23 @@ impl Postgres {
         process::output(&mut command)
     }
 
-    /// The port on 127.0.0.1; the same after [`Postgres::start_again`].
+    /// The port on 127.0.0.1; the same after [`Postgres::start_again`], another one after [`Postgres::promote`].
     pub fn port(&self) -> u16 {
-        self.port
+        self.primary().port()
     }
 
     /// The data directory of the cluster.
     pub fn data_dir(&self) -> PathBuf {
-        self.directory.join("data")
+        self.primary().data.clone()
+    }
+
+    fn primary(&self) -> Arc<Server> {
+        unpoisoned(&self.primary).clone()
     }
 
     /// Where Postgres writes its log.
     pub fn log(&self) -> PathBuf {
-        self.service.log()
+        self.primary().service.log()
     }
 }
 

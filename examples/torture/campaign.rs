@@ -21,11 +21,13 @@ use crate::{
     Args,
     chaos::{Chaos, Told},
     consumer::{Consumer, Tricks},
+    disk::Disk,
     fault::{Fault, plan},
     instance::{Slot, is_ready},
     ledger::{Ledger, Verdict},
     message::{REVIEW, TARGETS},
     post::{Pace, Post, produce},
+    proxy::Proxy,
     rows::Rows,
 };
 
@@ -41,6 +43,7 @@ const SETTLING: Duration = Duration::from_secs(120);
 
 /// All that runs, and what it is measured by.
 pub struct Campaign {
+    kinds: Vec<Fault>,
     chaos: Arc<Chaos>,
     ledger: Arc<Ledger>,
     rows: Arc<Rows>,
@@ -55,8 +58,12 @@ impl Campaign {
     /// Starts the services, the instances and the consumers.
     pub async fn begin(args: &Args, logs: &Path) -> anyhow::Result<Self> {
         let binary = binary()?;
-        let stack = spawn_blocking(|| Stack::start_temporary("torture")).await??;
-        let database = stack.postgres.create_database("torture")?;
+        let place = logs.join("stack");
+        let (kinds, disk) = Disk::for_faults(args.kinds(), &place.join("postgres"));
+        let stack = spawn_blocking(|| Stack::start_temporary_in(place)).await??;
+        stack.postgres.create_database("torture")?;
+        let own = Proxy::to(stack.postgres.port()).await?;
+        let database = format!("postgresql://postgres@127.0.0.1:{}/torture", own.port());
         let stack = Arc::new(stack);
         let ledger = Arc::new(Ledger::new(args.messages));
         let gate = Arc::new(RwLock::new(()));
@@ -102,9 +109,12 @@ impl Campaign {
         let ready = timeout(STARTING, ready).await;
         ready.with_context(|| format!("the instances do not start, see {}", logs.display()))?;
         Ok(Self {
+            kinds,
             chaos: Arc::new(Chaos {
+                disk,
                 stack,
                 slots,
+                own,
                 addresses,
                 deletions,
                 gate: gate.clone(),
@@ -122,7 +132,7 @@ impl Campaign {
 
     /// Produces messages while faults happen, until both are over.
     pub async fn run(&mut self, args: &Args) -> anyhow::Result<()> {
-        let faults = plan(args.seed, &args.kinds(), args.faults);
+        let faults = plan(args.seed, &self.kinds, args.faults);
         let steps = args.faults + args.kills;
         let time = Duration::from_secs(args.seconds);
         let pace = Arc::new(Pace::new(args.messages, time, steps));

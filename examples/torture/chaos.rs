@@ -14,6 +14,7 @@ use tokio::{
 
 use crate::{
     consumer::Deletion,
+    disk::Disk,
     fault::Fault,
     instance::{PAST_TIMEOUTS, Slot, is_ready},
     ledger::Ledger,
@@ -33,8 +34,12 @@ const TRAPPING: Duration = Duration::from_secs(5);
 
 /// Everything that a fault may be done to.
 pub struct Chaos {
+    /// What Postgres's data is on, if it may run full; first, so that what is left on it is gone.
+    pub disk: Option<Disk>,
     pub stack: Arc<Stack>,
     pub slots: Vec<Mutex<Slot>>,
+    /// The campaign's own way to Postgres.
+    pub own: Proxy,
     pub addresses: Vec<SocketAddr>,
     pub deletions: Vec<mpsc::Sender<Deletion>>,
     pub gate: Arc<RwLock<()>>,
@@ -99,6 +104,8 @@ impl Chaos {
                 self.do_to(move |s| s.postgres.psql("postgres", sql).map(drop))
                     .await?;
             }
+            Fault::PgPromote => return self.promote(fault).await,
+            Fault::PgFullData | Fault::PgFullWal => return self.fill_disk(fault).await,
             Fault::MqRestart | Fault::MqKill => {
                 let stop = move |s: &Stack| match fault {
                     Fault::MqKill => s.rabbitmq.kill(),
@@ -188,7 +195,7 @@ impl Chaos {
         slot.start()
     }
 
-    async fn do_to<T: Send + 'static>(
+    pub async fn do_to<T: Send + 'static>(
         &self,
         act: impl FnOnce(&Stack) -> anyhow::Result<T> + Send + 'static,
     ) -> anyhow::Result<T> {
@@ -197,7 +204,7 @@ impl Chaos {
     }
 
     /// Stops or freezes a service until everyone has noticed.
-    async fn outage(
+    pub async fn outage(
         &self,
         fault: Fault,
         begin: impl FnOnce(&Stack) -> anyhow::Result<()> + Send + 'static,
@@ -298,7 +305,7 @@ impl Chaos {
     }
 
     /// Waits until each of them has been red; how long that took.
-    async fn noticed(&self, fault: Fault, who: &[SocketAddr]) -> Duration {
+    pub async fn noticed(&self, fault: Fault, who: &[SocketAddr]) -> Duration {
         let begun = Instant::now();
         let all = join_all(who.iter().map(|address| seen(*address, false)));
         if timeout(NOTICING, all).await.is_err() {

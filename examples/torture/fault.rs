@@ -24,6 +24,12 @@ pub enum Fault {
     PgFreeze,
     /// Postgres: all backends terminated
     PgTerminate,
+    /// Postgres: SIGKILL, and a synchronous standby promoted in its place
+    PgPromote,
+    /// Postgres: no room for data until that is noticed
+    PgFullData,
+    /// Postgres: no room for WAL, at which it panics
+    PgFullWal,
     /// RabbitMQ: stopped and started
     MqRestart,
     /// RabbitMQ: SIGKILL
@@ -74,6 +80,11 @@ impl Fault {
         value.map(|v| v.get_name().to_owned()).unwrap_or_default()
     }
 
+    /// Whether it needs a disk that can be filled.
+    pub fn fills_disk(self) -> bool {
+        matches!(self, Self::PgFullData | Self::PgFullWal)
+    }
+
     /// Where the connection is cut, for the faults that wait for their moment.
     /// AMQP's methods are known by class 60 and their number.
     pub fn trap(self) -> Option<Trap> {
@@ -107,7 +118,7 @@ pub fn plan(seed: u64, kinds: &[Fault], count: usize) -> Vec<Planned> {
     let mut random = Rng::with_seed(seed);
     let mut plan = Vec::with_capacity(count);
     let mut round: Vec<Fault> = Vec::new();
-    while plan.len() < count {
+    while plan.len() < count && !kinds.is_empty() {
         let fault = match round.pop() {
             Some(fault) => fault,
             None => {

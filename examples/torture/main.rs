@@ -7,12 +7,14 @@
 mod campaign;
 mod chaos;
 mod consumer;
+mod disk;
 mod fault;
 mod instance;
 mod ledger;
 mod message;
 mod plant;
 mod post;
+mod promote;
 mod proxy;
 mod rows;
 mod steady;
@@ -100,6 +102,9 @@ impl Args {
 #[tokio::main]
 async fn main() -> ExitCode {
     let args = Args::parse();
+    if args.steady.is_none() && args.kinds().iter().any(|fault| fault.fills_disk()) {
+        disk::set_apart();
+    }
     let stop = CancellationToken::new();
     tokio::spawn(on_signals(stop.clone()));
     let logs = std::env::temp_dir().join(format!("torture-{}", std::process::id()));

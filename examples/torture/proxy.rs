@@ -1,7 +1,10 @@
 //! A TCP proxy with faults on demand, between one instance and one service.
 
 use std::{
-    sync::{Arc, Mutex, PoisonError},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU16, Ordering},
+    },
     time::Duration,
 };
 
@@ -39,6 +42,7 @@ pub struct Trap {
 /// Listens on a port of its own and passes everything on.
 pub struct Proxy {
     port: u16,
+    target: Arc<AtomicU16>,
     way: watch::Sender<Way>,
     trap: Arc<Mutex<Option<Trap>>>,
     sprung: Arc<Notify>,
@@ -50,6 +54,7 @@ impl Proxy {
         let listener = TcpListener::bind("127.0.0.1:0").await?;
         let proxy = Self {
             port: listener.local_addr()?.port(),
+            target: Arc::new(AtomicU16::new(port)),
             way: watch::Sender::new(Way::Open),
             trap: Arc::default(),
             sprung: Arc::default(),
@@ -59,12 +64,14 @@ impl Proxy {
             trap: proxy.trap.clone(),
             sprung: proxy.sprung.clone(),
         };
+        let target = proxy.target.clone();
         tokio::spawn(async move {
             loop {
                 let Ok((client, _)) = listener.accept().await else {
                     continue;
                 };
                 let passage = passage.clone();
+                let port = target.load(Ordering::Relaxed);
                 tokio::spawn(async move {
                     if let Ok(server) = TcpStream::connect(("127.0.0.1", port)).await {
                         let _ = client.set_nodelay(true);
@@ -79,6 +86,11 @@ impl Proxy {
 
     pub fn port(&self) -> u16 {
         self.port
+    }
+
+    /// From now on, a proxy to this port.
+    pub fn lead_to(&self, port: u16) {
+        self.target.store(port, Ordering::Relaxed);
     }
 
     pub fn set(&self, way: Way) {
