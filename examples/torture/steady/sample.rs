@@ -18,7 +18,8 @@ enum Bound {
     AtMost(f64),
 }
 
-/// One figure of each sample.
+/// One figure of each sample: of an instance, of the connections of all to
+/// Postgres and to RabbitMQ, of rows that wait, of live and dead tuples, of files.
 pub struct Column {
     name: String,
     bound: Bound,
@@ -41,17 +42,17 @@ impl Samples {
         let mut columns = Vec::new();
         for n in 0..instances {
             columns.push(column(&format!("RSS {n} MB"), Bound::Flat(1.1, 8.0)));
-            columns.push(column(&format!("files {n}"), Bound::Flat(1.1, 8.0)));
+            columns.push(column(&format!("fds {n}"), Bound::Flat(1.1, 8.0)));
         }
         columns.extend([
-            column("Postgres connections", of_all(pool)),
-            column("AMQP connections", Bound::Flat(1.0, 0.5)),
-            column("AMQP channels", Bound::Flat(1.0, 0.5)),
-            column("rows waiting", Bound::Flat(1.25, 500.0)),
-            column("live tuples", Bound::Flat(1.25, 2000.0)),
+            column("PG conns", of_all(pool)),
+            column("MQ conns", Bound::Flat(1.0, 0.5)),
+            column("MQ chans", Bound::Flat(1.0, 0.5)),
+            column("waiting", Bound::Flat(1.25, 500.0)),
+            column("live", Bound::Flat(1.25, 2000.0)),
             // Autovacuum comes once a minute, so this is a sawtooth.
-            column("dead tuples", Bound::Flat(1.5, 20_000.0)),
-            column("tables MB", Bound::Flat(1.25, 16.0)),
+            column("dead", Bound::Flat(1.5, 20_000.0)),
+            column("heap MB", Bound::Flat(1.25, 16.0)),
             column("TOAST MB", Bound::Flat(1.25, 64.0)),
             column("indexes MB", Bound::Flat(1.25, 16.0)),
         ]);
@@ -114,7 +115,7 @@ impl Samples {
             let good = good && !lines.is_empty();
             bad += usize::from(!good);
             format!(
-                "{:<20}  first quarter {first:>9.1}  last quarter {last:>9.1}  most {most:>9.1}  {} ({rule})",
+                "{:<10}  first quarter {first:>9.1}  last quarter {last:>9.1}  most {most:>9.1}  {} ({rule})",
                 column.name,
                 if good { "flat" } else { "GROWS" },
             )
