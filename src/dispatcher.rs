@@ -276,8 +276,14 @@ impl Dispatcher {
         let mut bound: Vec<Bound> = Vec::with_capacity(tasks.len());
         let mut outgoing = Vec::with_capacity(tasks.len());
         for mut task in tasks {
-            let review = task.review_reason();
+            let budget_counts = !Bug::BudgetIgnored.planted();
+            let review = task
+                .review_reason()
+                .filter(|reason| budget_counts || *reason != Reason::Exhausted);
             let end = match self.address(&mut task, review) {
+                Ok(_) if Bug::ReviewNotSent.planted() && review.is_some() => {
+                    review.map(Settlement::Reviewed)
+                }
                 Ok(message) => {
                     outgoing.push(message);
                     None

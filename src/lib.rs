@@ -9,8 +9,8 @@
 //!   [`telemetry`], [`audit`]
 //! - loops: [`intake`] (with [`recorder`]), [`dispatcher`], [`janitor`], [`dry_run`]
 //! - surfaces: [`http`], [`cli`]
-//! - and [`app`], which builds the parts and stops them; [`plant`] holds bugs on
-//!   purpose, for the torture campaign
+//! - and [`app`], which builds the parts and stops them; [`plant`] holds bugs
+//!   and deaths on purpose, for the torture campaign
 //!
 //! What holds, whatever fails:
 //!

@@ -6,7 +6,10 @@ use lapin::{Channel, Confirmation, Connection, options::BasicPublishOptions, typ
 use tokio::time::{Instant, timeout_at};
 
 use super::{Broker, BrokerError, amqp_code, close};
-use crate::{plant::Bug, wire::Outgoing};
+use crate::{
+    plant::{Bug, Point},
+    wire::Outgoing,
+};
 
 /// What became of one published message.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -77,6 +80,7 @@ impl Publisher {
         // switch to and fro. So all are handed over, in order, before one is waited for.
         let mut handed_over = Vec::with_capacity(batch.len());
         for message in batch {
+            Point::BeforePublish.pass();
             let mut publish = Box::pin(self.channel.basic_publish(
                 ShortString::default(),
                 message.queue.clone(),
@@ -108,7 +112,9 @@ impl Publisher {
                     break;
                 }
             }
+            Point::AfterPublish.pass();
         }
+        Point::BeforeConfirm.pass();
         let mut outcomes = vec![Outcome::Unknown; batch.len()];
         let mut returned: HashMap<String, String> = HashMap::new();
         for (outcome, confirm) in outcomes.iter_mut().zip(confirms) {
@@ -135,6 +141,7 @@ impl Publisher {
                 returned.insert(id.to_string(), text);
             }
         }
+        Point::AfterConfirm.pass();
         if !returned.is_empty() && !Bug::IgnoreReturns.planted() {
             for (outcome, message) in outcomes.iter_mut().zip(batch) {
                 if let Some(text) = returned.remove(&message.message_id.to_string()) {

@@ -7,6 +7,7 @@ use lapin::{Connection, Consumer, message::Delivery, options::BasicAckOptions};
 use tokio::time::timeout;
 
 use super::{BrokerError, close};
+use crate::plant::Point;
 
 /// Deliveries from one queue.
 pub struct Subscription {
@@ -32,10 +33,13 @@ impl Subscription {
     /// Acknowledges this delivery and all before it.
     pub async fn ack_through(&self, last: &Delivery) -> Result<(), BrokerError> {
         let ack = last.ack(BasicAckOptions { multiple: true });
-        match timeout(self.timeout, ack).await {
+        Point::BeforeAck.pass();
+        let acked = match timeout(self.timeout, ack).await {
             Ok(result) => result.map(drop).map_err(Into::into),
             Err(_) => Err(BrokerError::Silent("basic.ack", self.timeout)),
-        }
+        };
+        Point::AfterAck.pass();
+        acked
     }
 
     /// Hands everything unacknowledged back to the queue.

@@ -2,11 +2,11 @@
 
 use std::{error::Error, str::FromStr, time::Duration};
 
-use sqlx::{FromRow, Row, postgres::PgRow};
+use sqlx::{AssertSqlSafe, FromRow, Row, SqlSafeStr, postgres::PgRow};
 
 use super::{Store, StoreError, Tx, millis};
 use crate::{
-    plant::Bug,
+    plant::{Bug, Point},
     task::{Labels, Reason, Settlement, Status, Task},
 };
 
@@ -168,7 +168,13 @@ impl Store {
     /// oldest.
     pub async fn claim(&self, rows: usize, bytes: usize) -> Result<Claim, StoreError> {
         let mut tx = self.begin().await?;
-        let query = sqlx::query(CLAIM).bind(limit(rows)).bind(limit(bytes));
+        let claim = if Bug::DueByOwnClock.planted() {
+            let own = format!("'{}'::timestamptz", chrono::Utc::now().to_rfc3339());
+            AssertSqlSafe(CLAIM.replace("statement_timestamp()", &own)).into_sql_str()
+        } else {
+            CLAIM.into_sql_str()
+        };
+        let query = sqlx::query(claim).bind(limit(rows)).bind(limit(bytes));
         let found = tx.run(|c| query.fetch_all(c)).await?;
         if Bug::ClaimWithoutLock.planted() {
             tx.commit().await?;
@@ -318,7 +324,10 @@ impl Claim {
             .bind(&errors)
             .bind(&*instance);
         self.tx.run(|c| query.execute(c)).await?;
-        self.tx.commit().await
+        Point::BeforeSettleCommit.pass();
+        self.tx.commit().await?;
+        Point::AfterSettleCommit.pass();
+        Ok(())
     }
 }
 

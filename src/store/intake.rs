@@ -8,7 +8,10 @@ use sqlx::{AssertSqlSafe, FromRow, Row, postgres::PgRow};
 use uuid::Uuid;
 
 use super::{Store, StoreError, Tx, millis};
-use crate::task::{Known, NewTask, Next, Reason};
+use crate::{
+    plant::Point,
+    task::{Known, NewTask, Next, Reason},
+};
 
 /// A task and what was decided to happen to it next.
 pub struct Planned<'t> {
@@ -335,7 +338,10 @@ impl IntakeTx {
 
     /// After an error the outcome is unknown: ask [`Store::was_stored`].
     pub async fn commit(self) -> Result<(), StoreError> {
-        self.tx.commit().await
+        Point::BeforeIntakeCommit.pass();
+        self.tx.commit().await?;
+        Point::AfterIntakeCommit.pass();
+        Ok(())
     }
 }
 

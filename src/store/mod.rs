@@ -25,7 +25,7 @@ use sqlx::{
     postgres::{PgConnectOptions, PgPoolOptions},
 };
 
-use crate::config::Settings;
+use crate::{config::Settings, plant::Bug};
 
 static MIGRATIONS: Migrator = sqlx::migrate!();
 
@@ -271,6 +271,9 @@ impl Tx {
 impl Drop for Tx {
     fn drop(&mut self) {
         if let Some(connection) = self.connection.take() {
+            if Bug::TxNotDetached.planted() {
+                return;
+            }
             drop(connection.detach());
         }
     }

@@ -6,7 +6,6 @@ mod surroundings;
 mod up;
 mod workspace;
 
-use std::env;
 use std::os::unix::process::CommandExt;
 use std::process::ExitCode;
 
@@ -148,18 +147,21 @@ fn asks_for_help(args: &[String]) -> bool {
 }
 
 /// It starts services of its own, and instances of the binary, which `cargo run --example` alone does not build.
-/// With `RETRY_PLANT` in the environment, the binary has that bug. A steady load is for what is released.
+/// The binary can be told to die at a named place, or to have the bug that `RETRY_PLANT` names; but a steady load is for
+/// what is released.
 fn torture(workspace: &Workspace, args: &[String]) -> Result<u8> {
     let interrupts = Interrupts::catch()?;
     devstack::ensure_installed()?;
-    let planted = env::var_os("RETRY_PLANT").map(|_| "--features=plant");
     let steady = args.iter().any(|arg| arg.starts_with("--steady"));
-    let profile = if steady { "release" } else { "dev" };
+    let kind: &[&str] = if steady {
+        &["--release"]
+    } else {
+        &["--features=plant"]
+    };
     let cargo = |words: &[&str]| {
         let mut command = workspace.cargo(words);
-        command.args(["--quiet", "--profile", profile]);
-        command.args(["--package", "retry-scheduler", "--example", "torture"]);
-        command.args(planted);
+        command.args(["--quiet", "--package", "retry-scheduler"]);
+        command.args(["--example", "torture"]).args(kind);
         command
     };
     let mut build = cargo(&["build", "--bin", "retry-scheduler"]);
