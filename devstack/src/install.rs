@@ -41,6 +41,7 @@ fi
 pub(crate) enum Package {
     Postgres,
     RabbitMq,
+    Faketime,
 }
 
 impl Package {
@@ -48,6 +49,7 @@ impl Package {
         match self {
             Self::Postgres => "postgresql",
             Self::RabbitMq => "rabbitmq-server",
+            Self::Faketime => "faketime",
         }
     }
 
@@ -55,6 +57,7 @@ impl Package {
         match self {
             Self::Postgres => "postgresql@17",
             Self::RabbitMq => "rabbitmq",
+            Self::Faketime => "libfaketime",
         }
     }
 }
@@ -135,9 +138,7 @@ fn way_to_root() -> Option<Root> {
         return Some(Root::Sudo);
     }
     if io::stdin().is_terminal() && io::stderr().is_terminal() {
-        eprintln!(
-            "devstack: Postgres or RabbitMQ is missing; sudo may ask for your password to install it"
-        );
+        eprintln!("devstack: a package is missing; sudo may ask for your password to install it");
         if sudo(&["true"], Stdio::inherit()) {
             return Some(Root::Sudo);
         }

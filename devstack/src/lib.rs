@@ -36,7 +36,7 @@ pub use lock::Lock;
 pub use ports::free_or_other;
 pub use postgres::{Postgres, Standby};
 pub use process::exit_code;
-pub use programs::{ensure_found, ensure_installed};
+pub use programs::{ensure_found, ensure_installed, faketime};
 pub use rabbitmq::RabbitMq;
 
 /// How often a service is tried with other ports when someone else was faster.

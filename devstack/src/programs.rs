@@ -49,6 +49,29 @@ pub fn ensure_found(postgres: bool, rabbitmq: bool) -> Result<()> {
     }
 }
 
+/// libfaketime, installed if need be: a program that it is preloaded into sees another time.
+pub fn faketime() -> Result<PathBuf> {
+    if find_faketime().is_none() {
+        let missing = || match find_faketime() {
+            Some(_) => Vec::new(),
+            None => vec![install::Package::Faketime],
+        };
+        install::install(missing)?;
+    }
+    find_faketime().context("libfaketime was installed but cannot be found")
+}
+
+/// Debian's place, in the directory of the machine's architecture; then that of others.
+fn find_faketime() -> Option<PathBuf> {
+    let libraries = fs::read_dir("/usr/lib").into_iter().flatten().flatten();
+    let mut places: Vec<PathBuf> = libraries.map(|entry| entry.path()).collect();
+    places.extend(["/usr/lib", "/usr/lib64"].map(PathBuf::from));
+    places
+        .into_iter()
+        .map(|library| library.join("faketime/libfaketime.so.1"))
+        .find(|file| file.is_file())
+}
+
 impl PostgresPrograms {
     pub(crate) fn find_or_install() -> Result<Self> {
         ensure_found(true, false)?;
