@@ -22,7 +22,7 @@ use crate::{
     chaos::{Chaos, Told},
     consumer::{Consumer, Tricks},
     disk::Disk,
-    fault::{Fault, plan},
+    fault::{Fault, Planned, plan},
     instance::{Slot, is_ready},
     ledger::{Ledger, Verdict},
     message::{REVIEW, TARGETS},
@@ -41,9 +41,12 @@ const QUIET: Duration = Duration::from_secs(25);
 /// Messages still come back after so long: they will for ever.
 const SETTLING: Duration = Duration::from_secs(120);
 
+/// The same for a campaign that is to be brief.
+const BRIEFLY: (Duration, Duration) = (Duration::from_secs(6), Duration::from_secs(12));
+
 /// All that runs, and what it is measured by.
 pub struct Campaign {
-    kinds: Vec<Fault>,
+    faults: Vec<Planned>,
     chaos: Arc<Chaos>,
     ledger: Arc<Ledger>,
     rows: Arc<Rows>,
@@ -60,6 +63,11 @@ impl Campaign {
         let binary = binary()?;
         let place = logs.join("stack");
         let (kinds, disk) = Disk::for_faults(args.kinds(), &place.join("postgres"));
+        let faults = plan(args.seed, &kinds, args.faults);
+        if faults.iter().any(|f| f.fault == Fault::ClockSkew) {
+            // Before the time runs: it may have to be installed.
+            spawn_blocking(devstack::faketime).await??;
+        }
         let stack = spawn_blocking(|| Stack::start_temporary_in(place)).await??;
         stack.postgres.create_database("torture")?;
         let own = Proxy::to(stack.postgres.port()).await?;
@@ -109,7 +117,7 @@ impl Campaign {
         let ready = timeout(STARTING, ready).await;
         ready.with_context(|| format!("the instances do not start, see {}", logs.display()))?;
         Ok(Self {
-            kinds,
+            faults,
             chaos: Arc::new(Chaos {
                 disk,
                 stack,
@@ -132,7 +140,7 @@ impl Campaign {
 
     /// Produces messages while faults happen, until both are over.
     pub async fn run(&mut self, args: &Args) -> anyhow::Result<()> {
-        let faults = plan(args.seed, &self.kinds, args.faults);
+        let faults = self.faults.clone();
         let steps = args.faults + args.kills;
         let time = Duration::from_secs(args.seconds);
         let pace = Arc::new(Pace::new(args.messages, time, steps));
@@ -160,23 +168,36 @@ impl Campaign {
             let due = pace.begun + spread * u32::try_from(n).unwrap_or(u32::MAX);
             tokio::time::sleep_until(due).await;
             sleep(Duration::from_millis(planned.pause)).await;
+            // Some faults wait for someone at work: there must be work.
+            pace.step();
             let told = self.chaos.inflict(planned.fault, planned.whom).await?;
             self.tell(planned.fault, &told);
             self.told.push((planned.fault, told));
-            pace.step();
         }
         while let Some(ended) = work.join_next().await {
             ended?;
         }
-        self.settle().await
+        let (quiet, settling) = if args.brief {
+            BRIEFLY
+        } else {
+            (QUIET, SETTLING)
+        };
+        self.settle(quiet, settling).await
     }
 
     fn tell(&self, fault: Fault, told: &Told) {
+        if told.missed {
+            return say(&format!(
+                "{:6.1} s  {:<24} came to nothing",
+                self.begun.elapsed().as_secs_f64(),
+                fault.name()
+            ));
+        }
         let red = told.red.map_or(String::new(), |red| {
             format!("red after {:.1} s, ", red.as_secs_f64())
         });
         say(&format!(
-            "{:6.1} s  {:<16} {red}recovered in {:.1} s",
+            "{:6.1} s  {:<24} {red}recovered in {:.1} s",
             self.begun.elapsed().as_secs_f64(),
             fault.name(),
             told.recovery.as_secs_f64()
@@ -184,7 +205,7 @@ impl Campaign {
     }
 
     /// Waits until nothing waits and nothing is under way, or nothing moves.
-    async fn settle(&self) -> anyhow::Result<()> {
+    async fn settle(&self, quiet: Duration, settling: Duration) -> anyhow::Result<()> {
         let begun = Instant::now();
         let mut seen = (self.ledger.arrivals(), begun);
         loop {
@@ -199,7 +220,7 @@ impl Campaign {
             if done && still > Duration::from_secs(3) {
                 return Ok(());
             }
-            if still > QUIET || begun.elapsed() > SETTLING {
+            if still > quiet || begun.elapsed() > settling {
                 if waiting > 0 {
                     self.ledger
                         .unexpected(format!("{waiting} rows wait, and there is no end to it"));
@@ -222,7 +243,12 @@ impl Campaign {
     pub fn summary(&self, kills: usize) -> (String, Duration) {
         let mut kinds: BTreeMap<String, (usize, Duration)> = BTreeMap::new();
         let mut all = Vec::new();
+        let mut missed = 0;
         for (fault, told) in &self.told {
+            if told.missed {
+                missed += 1;
+                continue;
+            }
             let kind = kinds.entry(fault.name()).or_default();
             kind.0 += 1;
             kind.1 = kind.1.max(told.recovery);
@@ -236,6 +262,9 @@ impl Campaign {
             .collect();
         if kills > 0 {
             lines.push(format!("kill at random {kills}"));
+        }
+        if missed > 0 {
+            lines.push(format!("{missed} that came to nothing"));
         }
         (lines.join(", "), p95.copied().unwrap_or_default())
     }
@@ -260,11 +289,9 @@ async fn kills(chaos: Arc<Chaos>, pace: Arc<Pace>, seed: u64, kills: usize, time
     let mean = time.as_millis() as u64 / kills.max(1) as u64;
     for _ in 0..kills {
         sleep(Duration::from_millis(random.u64(0..=2 * mean))).await;
-        let fault = chaos.ledger.fault_begun();
         if let Err(e) = chaos.kill(random.usize(..1 << 16)).await {
             chaos.ledger.unexpected(format!("a kill failed: {e:#}"));
         }
-        chaos.ledger.fault_ended(fault);
         pace.step();
     }
 }

@@ -13,8 +13,10 @@ use tokio::{
 };
 
 use crate::{
+    ambush::Missed,
     consumer::Deletion,
     disk::Disk,
+    excuse::Record,
     fault::Fault,
     instance::{PAST_TIMEOUTS, Slot, is_ready},
     ledger::Ledger,
@@ -50,6 +52,8 @@ pub struct Chaos {
 pub struct Told {
     /// Until `/ready` was red, where it has to be.
     pub red: Option<Duration>,
+    /// Nobody came where it waited for its moment.
+    pub missed: bool,
     /// From the end of the fault until all worked.
     pub recovery: Duration,
 }
@@ -57,14 +61,29 @@ pub struct Told {
 impl Chaos {
     /// Does it, and waits until the service has recovered.
     pub async fn inflict(&self, fault: Fault, whom: usize) -> anyhow::Result<Told> {
-        let record = self.ledger.fault_begun();
+        let begun = Instant::now();
         let red = self.disturb(fault, whom).await;
-        self.ledger.fault_ended(record);
-        let red = red.with_context(|| fault.name())?;
+        let missed = red.as_ref().is_err_and(|e| e.is::<Missed>());
+        let red = if missed {
+            None
+        } else {
+            red.with_context(|| fault.name())?
+        };
         let recovery = self.recovered(fault).await;
-        self.ledger.fault_ended(record);
+        if !fault.is_death() {
+            self.ledger.fault(Record {
+                fault,
+                whom: fault.hits_one().then_some(whom % self.slots.len()),
+                begun,
+                ended: Instant::now(),
+            });
+        }
         self.all_alive().await?;
-        Ok(Told { red, recovery })
+        Ok(Told {
+            red,
+            missed,
+            recovery,
+        })
     }
 
     async fn disturb(&self, fault: Fault, whom: usize) -> anyhow::Result<Option<Duration>> {
@@ -100,7 +119,7 @@ impl Chaos {
             }
             Fault::PgTerminate => {
                 let sql = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity \
-                           WHERE application_name = 'torture'";
+                           WHERE application_name LIKE 'torture-%'";
                 self.do_to(move |s| s.postgres.psql("postgres", sql).map(drop))
                     .await?;
             }
@@ -162,36 +181,57 @@ impl Chaos {
             Fault::PgMute | Fault::MqMute => {
                 return self.partition(fault, whom, Way::NoAnswers).await;
             }
-            Fault::PgSlow => {
+            Fault::PgHalfClose | Fault::MqHalfClose => {
+                let towards_instance = (whom / self.slots.len()).is_multiple_of(2);
+                let way = Way::HalfClosed { towards_instance };
+                return self.partition(fault, whom, way).await;
+            }
+            Fault::PgSlow | Fault::MqSlow => {
                 let slot = self.slot(whom).lock().await;
-                slot.postgres.set(Way::Slow(Duration::from_millis(100)));
+                let proxy = way_of(&slot, fault);
+                proxy.set(Way::Slow(Duration::from_millis(100)));
                 sleep(Duration::from_secs(3)).await;
-                slot.postgres.set(Way::Open);
+                proxy.set(Way::Open);
             }
-            Fault::PgCommitLost | Fault::PgCommitUnsent => {
+            Fault::PgLock => self.lock_table().await?,
+            Fault::ClockSkew => self.skew_clock(whom).await?,
+            Fault::PgCommitLost
+            | Fault::PgCommitUnsent
+            | Fault::MqConfirmLost
+            | Fault::MqAckUnsent
+            | Fault::MqPublishUnsent => {
                 let slot = self.slot(whom).lock().await;
-                slot.postgres.spring(fault.trap(), TRAPPING).await;
+                let sprung = way_of(&slot, fault).spring(fault.trap(), TRAPPING).await;
+                ensure!(sprung, Missed);
             }
-            Fault::MqConfirmLost | Fault::MqAckUnsent | Fault::MqPublishUnsent => {
-                let slot = self.slot(whom).lock().await;
-                slot.rabbitmq.spring(fault.trap(), TRAPPING).await;
-            }
+            Fault::DieBeforeIntakeCommit
+            | Fault::DieAfterIntakeCommit
+            | Fault::DieBeforeAck
+            | Fault::DieAfterAck
+            | Fault::DieBeforePublish
+            | Fault::DieAfterPublish
+            | Fault::DieBeforeConfirm
+            | Fault::DieAfterConfirm
+            | Fault::DieBeforeSettleCommit
+            | Fault::DieAfterSettleCommit => self.die(fault, whom).await?,
         }
         Ok(None)
     }
 
-    fn slot(&self, whom: usize) -> &Mutex<Slot> {
+    pub fn slot(&self, whom: usize) -> &Mutex<Slot> {
         &self.slots[whom % self.slots.len()]
     }
 
     /// SIGKILL and a new start, for whom no other fault has in hand.
     pub async fn kill(&self, whom: usize) -> anyhow::Result<()> {
-        let free = (0..self.slots.len()).find_map(|i| self.slot(whom + i).try_lock().ok());
-        let mut slot = match free {
-            Some(slot) => slot,
-            None => self.slot(whom).lock().await,
+        let free = (whom..whom + self.slots.len())
+            .find_map(|whom| Some((whom, self.slot(whom).try_lock().ok()?)));
+        let (whom, mut slot) = match free {
+            Some(free) => free,
+            None => (whom, self.slot(whom).lock().await),
         };
         slot.kill().await?;
+        self.died(Fault::Kill, whom);
         slot.start()
     }
 
@@ -244,10 +284,7 @@ impl Chaos {
         way: Way,
     ) -> anyhow::Result<Option<Duration>> {
         let slot = self.slot(whom).lock().await;
-        let proxy: &Proxy = match fault {
-            Fault::PgCut | Fault::PgStall | Fault::PgMute => &slot.postgres,
-            _ => &slot.rabbitmq,
-        };
+        let proxy = way_of(&slot, fault);
         proxy.set(way);
         let red = self.noticed(fault, &[slot.address()]).await;
         proxy.set(Way::Open);
@@ -341,6 +378,20 @@ impl Chaos {
             }
         }
         Ok(())
+    }
+}
+
+/// The way that a fault of one instance's connections lies on.
+fn way_of(slot: &Slot, fault: Fault) -> &Proxy {
+    match fault {
+        Fault::PgCut
+        | Fault::PgStall
+        | Fault::PgMute
+        | Fault::PgSlow
+        | Fault::PgHalfClose
+        | Fault::PgCommitLost
+        | Fault::PgCommitUnsent => &slot.postgres,
+        _ => &slot.rabbitmq,
     }
 }
 

@@ -26,6 +26,7 @@ use tokio::{
 };
 
 use crate::{
+    instance::SERVICE,
     ledger::Ledger,
     message::{Message, REVIEW},
     post::{PATIENCE, Post, connect},
@@ -173,12 +174,15 @@ impl Consumer {
     async fn came_back(&self, channel: &Channel, delivery: &Delivery) -> Option<Message> {
         let header = |name: &str| {
             let headers = delivery.properties.headers().as_ref()?;
-            headers.inner().get(name)?.as_long_int()
+            headers.inner().get(name)
         };
+        let from = header("x-retry-scheduler").and_then(|name| name.as_long_string());
+        let from = from.and_then(|name| name.to_string().strip_prefix(SERVICE)?.parse().ok());
+        let count = header("x-retry-count").and_then(|count| count.as_long_int());
         let id = delivery.properties.message_id().as_ref();
         let id = id.map(|id| id.to_string()).unwrap_or_default();
         let message = Message::of_payload(&delivery.data);
-        let (Some(message), Some(count)) = (message, header("x-retry-count")) else {
+        let (Some(message), Some(count)) = (message, count) else {
             let what = format!("{} got something strange with id {id:?}", self.queue);
             self.ledger.unexpected(what);
             return None;
@@ -194,7 +198,7 @@ impl Consumer {
             let _ = copy(channel, self.queue, delivery).await;
         }
         self.ledger
-            .arrived(message, Some(count), delivery.redelivered);
+            .arrived(message, Some(count), from, delivery.redelivered);
         message.fails(count).then_some(message)
     }
 
@@ -209,7 +213,8 @@ impl Consumer {
         let review: ReviewMessage = serde_json::from_slice(&delivery.data)?;
         let message = Message::of_payload(&review.original_payload)
             .with_context(|| format!("{} is not what was sent", review.message_id))?;
-        self.ledger.arrived(message, None, delivery.redelivered);
+        self.ledger
+            .arrived(message, None, None, delivery.redelivered);
         match review.reason.as_str() {
             "exhausted" | "unroutable" | "invalid" | "late" => Ok(()),
             other => bail!("{message:?} is there as {other}: {}", review.error),

@@ -2,6 +2,7 @@
 
 use clap::ValueEnum;
 use fastrand::Rng;
+use retry_scheduler::plant::Point;
 
 use crate::proxy::Trap;
 
@@ -72,6 +73,36 @@ pub enum Fault {
     MqAckUnsent,
     /// One instance's connection cut before a publish
     MqPublishUnsent,
+    /// RabbitMQ's or one instance's end of their connections shut, not the other
+    MqHalfClose,
+    /// One instance's way to RabbitMQ is slow
+    MqSlow,
+    /// Postgres's or one instance's end of their connections shut, not the other
+    PgHalfClose,
+    /// Postgres: the table locked for longer than a statement may take
+    PgLock,
+    /// An instance leaves, and joins with its clock an hour off until its next start
+    ClockSkew,
+    /// SIGKILL at a failpoint: failures are stored, not committed
+    DieBeforeIntakeCommit,
+    /// SIGKILL at a failpoint: failures are committed
+    DieAfterIntakeCommit,
+    /// SIGKILL at a failpoint: committed failures are not acked
+    DieBeforeAck,
+    /// SIGKILL at a failpoint: they are acked
+    DieAfterAck,
+    /// SIGKILL at a failpoint: a claimed message is not published
+    DieBeforePublish,
+    /// SIGKILL at a failpoint: it is published, the rest of its batch is not
+    DieAfterPublish,
+    /// SIGKILL at a failpoint: a batch is published, no confirm is read
+    DieBeforeConfirm,
+    /// SIGKILL at a failpoint: all confirms are read
+    DieAfterConfirm,
+    /// SIGKILL at a failpoint: a batch is settled, not committed
+    DieBeforeSettleCommit,
+    /// SIGKILL at a failpoint: a settled batch is committed
+    DieAfterSettleCommit,
 }
 
 impl Fault {
@@ -83,6 +114,23 @@ impl Fault {
     /// Whether it needs a disk that can be filled.
     pub fn fills_disk(self) -> bool {
         matches!(self, Self::PgFullData | Self::PgFullWal)
+    }
+
+    /// Where an instance dies, for the faults that are failpoints.
+    pub fn point(self) -> Option<Point> {
+        Some(match self {
+            Self::DieBeforeIntakeCommit => Point::BeforeIntakeCommit,
+            Self::DieAfterIntakeCommit => Point::AfterIntakeCommit,
+            Self::DieBeforeAck => Point::BeforeAck,
+            Self::DieAfterAck => Point::AfterAck,
+            Self::DieBeforePublish => Point::BeforePublish,
+            Self::DieAfterPublish => Point::AfterPublish,
+            Self::DieBeforeConfirm => Point::BeforeConfirm,
+            Self::DieAfterConfirm => Point::AfterConfirm,
+            Self::DieBeforeSettleCommit => Point::BeforeSettleCommit,
+            Self::DieAfterSettleCommit => Point::AfterSettleCommit,
+            _ => return None,
+        })
     }
 
     /// Where the connection is cut, for the faults that wait for their moment.

@@ -3,6 +3,7 @@
 use std::{
     fs::File,
     net::{Ipv4Addr, SocketAddr, TcpListener},
+    os::unix::process::ExitStatusExt,
     path::{Path, PathBuf},
     process::Stdio,
     time::Duration,
@@ -13,6 +14,7 @@ use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
+use retry_scheduler::plant::Point;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,
@@ -25,14 +27,14 @@ use crate::{
     proxy::Proxy,
 };
 
+/// What instances call themselves, before their numbers.
+pub const SERVICE: &str = "torture-";
+
 /// Time-outs so short that a fault can outlast every one of them.
-const SETTINGS: [(&str, &str); 14] = [
-    ("SERVICE_NAME", "torture"),
+const SETTINGS: [(&str, &str); 11] = [
     ("HTTP_HOST", "127.0.0.1"),
     ("RETRY_QUEUE", INTAKE),
     ("MANUAL_REVIEW_QUEUE", REVIEW),
-    ("BASE_DELAY_MS", "300"),
-    ("MAX_DELAY_MS", "2000"),
     ("JITTER_MS", "200"),
     ("DATABASE_TIMEOUT_MS", "2000"),
     ("CONFIRM_TIMEOUT_MS", "2000"),
@@ -42,6 +44,14 @@ const SETTINGS: [(&str, &str); 14] = [
     ("INTAKE_PREFETCH", "200"),
     ("LOG_FORMAT", "json"),
 ];
+
+/// Attempt by attempt the wait doubles, from this to that; jitter only adds.
+pub const BASE_DELAY: Duration = Duration::from_millis(300);
+pub const MAX_DELAY: Duration = Duration::from_secs(2);
+
+/// No transaction that publishes is open for longer: confirms, the statement
+/// that settles, and COMMIT each have a time-out.
+pub const LONGEST_TURN: Duration = Duration::from_secs(6);
 
 /// Longer than any of the time-outs, and than the sum of any two.
 pub const PAST_TIMEOUTS: Duration = Duration::from_millis(4500);
@@ -58,6 +68,8 @@ pub struct Slot {
     number: usize,
     binary: PathBuf,
     log: PathBuf,
+    /// The file that tells the instance where to die.
+    order: PathBuf,
     address: SocketAddr,
     child: Option<Child>,
 }
@@ -78,6 +90,7 @@ impl Slot {
             number,
             binary: binary.to_owned(),
             log: logs.join(format!("instance-{number}.log")),
+            order: logs.join(format!("die-{number}")),
             address: listener.local_addr()?,
             child: None,
         })
@@ -85,6 +98,21 @@ impl Slot {
 
     /// Starts an instance here.
     pub fn start(&mut self) -> anyhow::Result<()> {
+        self.launch([])
+    }
+
+    /// Starts one whose clock is off by so much, as libfaketime spells it. Only
+    /// the time of day: timers go on as they are.
+    pub fn start_with_clock(&mut self, library: &Path, offset: &str) -> anyhow::Result<()> {
+        let library = library.to_str().context("the path of libfaketime")?;
+        self.launch([
+            ("LD_PRELOAD", library),
+            ("FAKETIME", offset),
+            ("FAKETIME_DONT_FAKE_MONOTONIC", "1"),
+        ])
+    }
+
+    fn launch<const N: usize>(&mut self, more: [(&str, &str); N]) -> anyhow::Result<()> {
         let log = File::options().create(true).append(true).open(&self.log)?;
         let database = format!(
             "postgresql://postgres@127.0.0.1:{}/torture",
@@ -99,9 +127,14 @@ impl Slot {
             .envs(std::env::var("RETRY_PLANT").map(|bug| ("RETRY_PLANT", bug)))
             // Measured for coverage or not: one that is killed leaves half a file.
             .env("LLVM_PROFILE_FILE", "/dev/null")
+            .env("RETRY_DIE_AT", &self.order)
+            .env("SERVICE_NAME", format!("{SERVICE}{}", self.number))
+            .env("BASE_DELAY_MS", BASE_DELAY.as_millis().to_string())
+            .env("MAX_DELAY_MS", MAX_DELAY.as_millis().to_string())
             .env("DATABASE_URL", database)
             .env("RABBITMQ_URL", broker)
             .env("HTTP_PORT", self.address.port().to_string())
+            .envs(more)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log)
@@ -118,6 +151,35 @@ impl Slot {
             child.kill().await?;
         }
         Ok(())
+    }
+
+    /// Tells it to kill itself at the given passing of a point, and waits until it
+    /// has; `false` when it does not come there in time.
+    pub async fn die_at(
+        &mut self,
+        point: Point,
+        passing: usize,
+        patience: Duration,
+    ) -> anyhow::Result<bool> {
+        let child = self.child.as_mut();
+        let child = child.with_context(|| format!("instance {} does not run", self.number))?;
+        // It may look at any time, and must see all of it.
+        let draft = self.order.with_extension("draft");
+        std::fs::write(&draft, format!("{point:?} {passing}"))?;
+        std::fs::rename(&draft, &self.order)?;
+        let ended = timeout(patience, child.wait()).await;
+        std::fs::remove_file(&self.order)?;
+        let Ok(status) = ended else {
+            return Ok(false);
+        };
+        let status = status?;
+        self.child = None;
+        ensure!(
+            status.signal() == Some(Signal::SIGKILL as i32),
+            "instance {} was to die at {point:?}, and ended with {status}",
+            self.number
+        );
+        Ok(true)
     }
 
     /// SIGTERM; it must end cleanly and in time.

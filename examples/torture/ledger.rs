@@ -11,34 +11,39 @@ use std::{
 
 use tokio::time::Instant;
 
-use crate::message::{Conduct, Message};
-
-/// A fault is felt a little before (what was read but not acked) and after.
-const SLACK: Duration = Duration::from_secs(5);
+use crate::{
+    excuse::Record,
+    instance::{BASE_DELAY, MAX_DELAY},
+    message::{Conduct, Message},
+};
 
 /// One coming back, to its queue or to review.
 #[derive(Clone, Copy, Debug)]
-struct Arrival {
+pub struct Arrival {
     /// `x-retry-count`; `None` in review.
     count: Option<i32>,
+    /// The instance that sent it back, where it says so.
+    pub from: Option<usize>,
     /// RabbitMQ says that it handed it out before.
     redelivered: bool,
-    at: Instant,
+    pub at: Instant,
 }
 
 /// What is known of one message.
 #[derive(Default)]
 struct Entry {
     attempted: bool,
+    /// When each failure was sent, whether it arrived or not.
+    reports: Vec<Instant>,
     /// When the last failure that RabbitMQ confirmed was sent.
-    reported: Option<Instant>,
+    confirmed: Option<Instant>,
     arrivals: Vec<Arrival>,
 }
 
 /// Written by producers and consumers, read at the end.
 pub struct Ledger {
     entries: Mutex<Vec<Entry>>,
-    faults: Mutex<Vec<(Instant, Option<Instant>)>>,
+    faults: Mutex<Vec<Record>>,
     unexpected: Mutex<Vec<String>>,
     arrivals: AtomicUsize,
 }
@@ -76,19 +81,33 @@ impl Ledger {
         lock(&self.entries)[message.number].attempted = true;
     }
 
+    /// A failure of it is about to be sent.
+    pub fn reported(&self, message: Message) {
+        lock(&self.entries)[message.number]
+            .reports
+            .push(Instant::now());
+    }
+
     /// RabbitMQ has confirmed a failure that was sent at `sent`.
     pub fn confirmed(&self, message: Message, sent: Instant) {
-        let reported = &mut lock(&self.entries)[message.number].reported;
-        *reported = Some(reported.map_or(sent, |before| before.max(sent)));
+        let confirmed = &mut lock(&self.entries)[message.number].confirmed;
+        *confirmed = Some(confirmed.map_or(sent, |before| before.max(sent)));
     }
 
     /// It came back to its queue (`count`), or to review (`None`).
-    pub fn arrived(&self, message: Message, count: Option<i32>, redelivered: bool) {
+    pub fn arrived(
+        &self,
+        message: Message,
+        count: Option<i32>,
+        from: Option<usize>,
+        redelivered: bool,
+    ) {
         self.arrivals.fetch_add(1, Ordering::Relaxed);
         let mut entries = lock(&self.entries);
         match entries.get_mut(message.number) {
             Some(entry) if entry.attempted => entry.arrivals.push(Arrival {
                 count,
+                from,
                 redelivered,
                 at: Instant::now(),
             }),
@@ -100,15 +119,9 @@ impl Ledger {
         lock(&self.unexpected).push(what);
     }
 
-    /// A fault begins; the answer names it for [`Ledger::fault_ended`].
-    pub fn fault_begun(&self) -> usize {
-        let mut faults = lock(&self.faults);
-        faults.push((Instant::now(), None));
-        faults.len() - 1
-    }
-
-    pub fn fault_ended(&self, fault: usize) {
-        lock(&self.faults)[fault].1 = Some(Instant::now());
+    /// A fault is over.
+    pub fn fault(&self, record: Record) {
+        lock(&self.faults).push(record);
     }
 
     /// How much came back so far.
@@ -128,7 +141,7 @@ impl Ledger {
         let entries = lock(&self.entries);
         (
             entries.iter().filter(|e| e.attempted).count(),
-            entries.iter().filter(|e| e.reported.is_some()).count(),
+            entries.iter().filter(|e| e.confirmed.is_some()).count(),
         )
     }
 
@@ -161,51 +174,76 @@ impl Ledger {
 impl Entry {
     fn is_open(&self) -> bool {
         let back_since = |sent| self.arrivals.iter().any(|a| a.at >= sent);
-        self.reported.is_some_and(|sent| !back_since(sent))
+        self.confirmed.is_some_and(|sent| !back_since(sent))
     }
 
-    fn judge(
-        &self,
-        message: Message,
-        faults: &[(Instant, Option<Instant>)],
-        verdict: &mut Verdict,
-    ) {
-        let mut last: HashMap<Option<i32>, Instant> = HashMap::new();
+    fn judge(&self, message: Message, faults: &[Record], verdict: &mut Verdict) {
+        let number = message.number;
         for arrival in &self.arrivals {
-            let number = message.number;
-            match arrival.count {
-                Some(count) if !(1..=message.max_retries()).contains(&count) => {
-                    let most = message.max_retries();
-                    let what = format!("{number} came back as retry {count} of {most}");
-                    verdict.over_bound.push(what);
-                }
-                Some(_) if message.conduct() == Conduct::Garbage => {
-                    let what = format!("garbage {number} came back to a queue");
-                    verdict.unexpected.push(what);
-                }
-                _ => {}
+            let Some(count) = arrival.count else { continue };
+            if !(1..=message.max_retries()).contains(&count) {
+                let most = message.max_retries();
+                let what = format!("{number} came back as retry {count} of {most}");
+                verdict.over_bound.push(what);
             }
-            if arrival.redelivered {
-                continue;
+            if message.conduct() == Conduct::Garbage {
+                let what = format!("garbage {number} came back to a queue");
+                verdict.unexpected.push(what);
             }
-            let Some(before) = last.insert(arrival.count, arrival.at) else {
+            let due = self.reports.first().map(|sent| *sent + least_wait(count));
+            if let Some(early) = due.and_then(|due| due.checked_duration_since(arrival.at))
+                && !early.is_zero()
+            {
+                let what = format!("{number} came back as retry {count}, {early:?} too early");
+                verdict.unexpected.push(what);
+            }
+        }
+        self.judge_doubles(number, faults, verdict);
+    }
+
+    /// The same retry twice, or more retries than there were failures: only
+    /// where a fault explains it.
+    fn judge_doubles(&self, number: usize, faults: &[Record], verdict: &mut Verdict) {
+        let mut doubles = Vec::new();
+        let mut last: HashMap<Option<i32>, Arrival> = HashMap::new();
+        for arrival in self.arrivals.iter().filter(|a| !a.redelivered) {
+            let Some(before) = last.insert(arrival.count, *arrival) else {
                 continue;
             };
+            let which = arrival
+                .count
+                .map_or("in review".into(), |c| format!("as retry {c}"));
+            let explained = faults.iter().any(|f| f.sent_twice(&before, arrival));
+            doubles.push((format!("{number} came twice {which}"), explained));
+        }
+        let different: HashSet<i32> = self.arrivals.iter().filter_map(|a| a.count).collect();
+        if different.len() > self.reports.len()
+            && let (Some(sent), Some(end)) = (self.reports.last(), self.arrivals.last())
+        {
+            let (times, failures) = (different.len(), self.reports.len());
+            let explained = faults.iter().any(|f| f.taken_twice(*sent, end.at));
+            doubles.push((
+                format!("{number} was sent back {times} times for {failures} failures"),
+                explained,
+            ));
+        }
+        for (what, explained) in doubles {
             verdict.duplicated += 1;
-            // The same retry twice: a fault must lie between the two, or around.
-            let explained = faults.iter().any(|(begun, ended)| {
-                *begun <= arrival.at && ended.is_none_or(|ended| ended + SLACK >= before)
-            });
             if !explained {
                 verdict.unexplained += 1;
-                let which = arrival
-                    .count
-                    .map_or("in review".into(), |c| format!("as retry {c}"));
-                let what = format!("{number} came twice {which} without a fault");
+                let what = format!("{what} without a fault that explains it");
                 verdict.unexpected.push(what);
             }
         }
     }
+}
+
+/// What passes at least before something comes back as retry `count`: jitter
+/// only adds, and an attempt that finds no queue waits as well.
+fn least_wait(count: i32) -> Duration {
+    (0..count.clamp(0, 16))
+        .map(|attempt| (BASE_DELAY * (1 << attempt)).min(MAX_DELAY))
+        .sum()
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -4,10 +4,13 @@
 //! RabbitMQ of its own, and faults. In the end every message that was confirmed
 //! to a producer must be back in its queue, in review, or in a row that waits.
 
+mod ambush;
 mod campaign;
 mod chaos;
 mod consumer;
+mod controls;
 mod disk;
+mod excuse;
 mod fault;
 mod instance;
 mod ledger;
@@ -28,6 +31,7 @@ use crate::{campaign::Campaign, fault::Fault, ledger::Verdict, plant::Plant, ste
 
 const AFTER_HELP: &str = "\
 Exit status: 0 when nothing was lost, unexpected or over its bound, 1 otherwise.
+With --controls: 0 when every control was caught.
 
 A long one, of an hour or so:
   cargo dev torture --messages 100000 --instances 4 --faults 600 --kills 500 --seconds 3600
@@ -35,8 +39,8 @@ One that must fail, because rows are deleted behind the service's back:
   cargo dev torture --messages 500 --faults 0 --seconds 5 --plant lose-rows
 One with a bug in the service, of those in src/plant.rs:
   RETRY_PLANT=IgnoreReturns cargo dev torture --faults 3 --only target-gone
-All of that kind, which must all be caught:
-  examples/torture/controls.sh
+All of that kind, which must all be caught, in some minutes:
+  cargo dev torture --controls
 No faults, but an hour of ordinary work on the release build, in which nothing may grow:
   cargo dev torture --steady 3600 --rate 200";
 
@@ -87,6 +91,12 @@ struct Args {
     /// Messages a second of a steady load
     #[arg(long, default_value_t = 200, requires = "steady")]
     rate: u32,
+    /// Only show that the campaign notices bugs: a short one with each, which must fail
+    #[arg(long, exclusive = true)]
+    controls: bool,
+    /// Give up early, for what ends badly anyway
+    #[arg(long, hide = true)]
+    brief: bool,
 }
 
 impl Args {
@@ -107,6 +117,17 @@ async fn main() -> ExitCode {
     }
     let stop = CancellationToken::new();
     tokio::spawn(on_signals(stop.clone()));
+    if args.controls {
+        return match stop.run_until_cancelled(controls::run()).await {
+            Some(Ok(true)) => ExitCode::SUCCESS,
+            Some(Ok(false)) => ExitCode::FAILURE,
+            Some(Err(e)) => {
+                eprintln!("torture: {e:#}");
+                ExitCode::FAILURE
+            }
+            None => ExitCode::from(130),
+        };
+    }
     let logs = std::env::temp_dir().join(format!("torture-{}", std::process::id()));
     let done = match args.steady {
         Some(seconds) => steady(&args, Duration::from_secs(seconds), &logs, &stop).await,

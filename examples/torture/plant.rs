@@ -23,6 +23,8 @@ pub enum Plant {
     Copy,
     /// Counts are set back
     ForgetCounts,
+    /// Rows are made due at once
+    Hurry,
 }
 
 impl Plant {
@@ -43,6 +45,12 @@ impl Plant {
                 "UPDATE retry_queue SET retry_count = 0 WHERE id IN (
                      SELECT id FROM retry_queue
                      WHERE status = 'pending' AND retry_count BETWEEN 1 AND max_retries - 1
+                     LIMIT 3 FOR UPDATE SKIP LOCKED)"
+            }
+            Self::Hurry => {
+                "UPDATE retry_queue SET next_retry_at = now() WHERE id IN (
+                     SELECT id FROM retry_queue
+                     WHERE status = 'pending' AND next_retry_at > now() + interval '200 ms'
                      LIMIT 3 FOR UPDATE SKIP LOCKED)"
             }
             Self::Steal => return tricks.steal.store(3, Ordering::Relaxed),

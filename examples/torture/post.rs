@@ -67,6 +67,7 @@ impl Post {
         let mut confirms = Vec::with_capacity(messages.len());
         let sent = Instant::now();
         for message in messages {
+            self.ledger.reported(*message);
             let mandatory = BasicPublishOptions {
                 mandatory: true,
                 ..BasicPublishOptions::default()

@@ -27,6 +27,11 @@ pub enum Way {
     NoAnswers,
     /// Connections break, new ones too.
     Down,
+    /// One end of each connection sees the other's FIN, which says nothing more;
+    /// the other does not, and what it says arrives.
+    HalfClosed {
+        towards_instance: bool,
+    },
 }
 
 /// Waits for some bytes on any connection, and breaks it there.
@@ -118,10 +123,23 @@ struct Passage {
 impl Passage {
     async fn pass(mut self, mut client: TcpStream, mut server: TcpStream) {
         let (mut requests, mut answers) = (vec![0; 1 << 16], vec![0; 1 << 16]);
+        // A FIN cannot be taken back when the way is open again.
+        let mut shut = None;
         loop {
             let way = *self.way.borrow_and_update();
             match way {
                 Way::Down => return,
+                Way::HalfClosed { towards_instance } if shut.is_none() => {
+                    let end = if towards_instance {
+                        &mut client
+                    } else {
+                        &mut server
+                    };
+                    if end.shutdown().await.is_err() {
+                        return;
+                    }
+                    shut = Some(towards_instance);
+                }
                 Way::Stalled => {
                     if self.way.changed().await.is_err() {
                         return;
@@ -144,6 +162,9 @@ impl Passage {
                     (&answers[..n], &mut client, false)
                 }
             };
+            if shut == Some(!in_request) {
+                continue;
+            }
             if let Way::Slow(delay) = way {
                 sleep(delay).await;
             }

@@ -11,7 +11,7 @@ use crate::{ledger::Verdict, message::Message};
 pub struct Rows(PgPool);
 
 /// History that must not be, with the rule it breaks.
-const UNSOUND: [(&str, &str); 3] = [
+const UNSOUND: [(&str, &str); 4] = [
     (
         "one retry was settled twice",
         "SELECT format('task %s as retry %s', task_id, retry_count) FROM retry_events
@@ -24,6 +24,13 @@ const UNSOUND: [(&str, &str); 3] = [
              SELECT *, lag(retry_count) OVER (PARTITION BY task_id ORDER BY id) AS before
              FROM retry_events) e
          WHERE retry_count < before",
+    ),
+    (
+        "a message was sent before it was due",
+        "SELECT format('task %s at event %s: %s before %s', task_id, id, at, due) FROM (
+             SELECT *, lag(next_retry_at) OVER (PARTITION BY task_id ORDER BY id) AS due
+             FROM retry_events) e
+         WHERE event_type IN ('retry_attempt', 'retry_exhausted') AND at < due",
     ),
     (
         "a row is not as its history says",

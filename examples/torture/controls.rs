@@ -1,0 +1,129 @@
+//! `--controls`: "lost 0" means nothing until the campaign has been seen to
+//! notice loss, so it must fail with each of these, and for the right reason.
+
+use std::process::Stdio;
+
+use futures::{StreamExt, stream};
+use retry_scheduler::plant::Bug;
+use tokio::process::Command;
+
+/// So many campaigns at once; each mostly waits.
+const AT_ONCE: usize = 3;
+
+/// Short: what is wrong shows at once.
+const BRIEF: &str =
+    "--seed 3 --instances 2 --messages 400 --kills 0 --faults 0 --seconds 6 --brief";
+
+/// Bugs in the service, the flags to show them, and how they must be noticed.
+const BUGS: [(Bug, &str, &str); 10] = [
+    (
+        Bug::AckBeforeCommit,
+        "--faults 4 --only die-before-intake-commit",
+        "lost: ",
+    ),
+    (
+        Bug::TrustLostCommit,
+        "--faults 6 --only pg-commit-unsent",
+        "lost: ",
+    ),
+    (
+        Bug::SettleUnconfirmed,
+        "--faults 6 --only mq-publish-unsent",
+        "lost: ",
+    ),
+    (
+        Bug::IgnoreReturns,
+        "--faults 3 --only target-gone",
+        "lost: ",
+    ),
+    (Bug::ClaimWithoutLock, "--instances 3", " came twice "),
+    (Bug::CountNotRaised, "", " came twice as retry 1 "),
+    (Bug::BudgetIgnored, "", "over bound: "),
+    (Bug::ReviewNotSent, "", "lost: "),
+    (
+        Bug::TxNotDetached,
+        "--faults 1 --only pg-lock",
+        "a failed transaction was kept open",
+    ),
+    (
+        Bug::DueByOwnClock,
+        "--faults 4 --only clock-skew",
+        " too early",
+    ),
+];
+
+/// What is done behind the service's back.
+const PLANTS: [(&str, &str); 7] = [
+    ("--plant lose-rows", "lost: "),
+    ("--plant settle-unsent", "lost: "),
+    ("--plant steal", "lost: "),
+    ("--plant copy", " came twice "),
+    // Under faults that explain no duplicate.
+    (
+        "--plant copy --faults 3 --only leave,mq-reject",
+        " came twice ",
+    ),
+    ("--plant forget-counts", "one retry was settled twice"),
+    ("--plant hurry", "was sent before it was due"),
+];
+
+/// Runs them all; whether all were caught.
+pub async fn run() -> anyhow::Result<bool> {
+    let bugs = BUGS.iter().map(|(bug, flags, notice)| {
+        let name = format!("{bug:?}");
+        Control {
+            name: format!("{name} {flags}"),
+            bug: Some(name),
+            flags,
+            notice,
+        }
+    });
+    let plants = PLANTS.iter().map(|(flags, notice)| Control {
+        name: (*flags).to_owned(),
+        bug: None,
+        flags,
+        notice,
+    });
+    let controls: Vec<Control> = bugs.chain(plants).collect();
+    let all = controls.len();
+    let mut caught = 0;
+    let mut running =
+        stream::iter(controls.into_iter().map(Control::run)).buffer_unordered(AT_ONCE);
+    while let Some(was_caught) = running.next().await {
+        caught += usize::from(was_caught?);
+    }
+    println!("caught {caught} of {all}");
+    Ok(caught == all)
+}
+
+struct Control {
+    name: String,
+    bug: Option<String>,
+    flags: &'static str,
+    /// Stands in what the campaign says when it has noticed.
+    notice: &'static str,
+}
+
+impl Control {
+    /// A campaign of its own, which must come to a bad verdict, and for its reason.
+    async fn run(self) -> anyhow::Result<bool> {
+        let mut campaign = Command::new(std::env::current_exe()?);
+        campaign
+            .args(BRIEF.split_whitespace())
+            .args(self.flags.split_whitespace())
+            .env_remove("RETRY_PLANT")
+            .envs(self.bug.iter().map(|bug| ("RETRY_PLANT", bug)))
+            .stdin(Stdio::null())
+            .stderr(Stdio::null())
+            .kill_on_drop(true);
+        let output = campaign.output().await?;
+        let said = String::from_utf8_lossy(&output.stdout);
+        let last = said.lines().last().unwrap_or_default();
+        let judged = output.status.code() == Some(1) && last.starts_with("attempted");
+        let caught = judged && said.lines().any(|line| line.contains(self.notice));
+        let word = if caught { "caught" } else { "MISSED" };
+        let name = self.name.trim();
+        println!("{word}  {name}: {last} ({})", output.status);
+        Ok(caught)
+    }
+}
