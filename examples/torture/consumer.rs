@@ -28,7 +28,7 @@ use tokio::{
 use crate::{
     instance::SERVICE,
     ledger::Ledger,
-    message::{Message, REVIEW},
+    message::{INTAKE, Message, REVIEW},
     post::{PATIENCE, Post, connect},
 };
 
@@ -57,6 +57,8 @@ pub struct Tricks {
     pub steal: AtomicUsize,
     /// So many are published once more.
     pub copy: AtomicUsize,
+    /// So many that are done are reported once more.
+    pub repeat: AtomicUsize,
 }
 
 /// The consumer of one queue; connects anew when it must.
@@ -195,7 +197,11 @@ impl Consumer {
             return None;
         }
         if taken(&self.tricks.copy) {
-            let _ = copy(channel, self.queue, delivery).await;
+            let _ = copy(channel, self.queue, &delivery.data, delivery).await;
+        }
+        if !message.fails(count) && taken(&self.tricks.repeat) {
+            let report = message.report("it did not fail");
+            let _ = copy(channel, INTAKE, &report, delivery).await;
         }
         self.ledger
             .arrived(message, Some(count), from, delivery.redelivered);
@@ -229,11 +235,15 @@ fn taken(counter: &AtomicUsize) -> bool {
         .is_ok()
 }
 
-async fn copy(channel: &Channel, queue: &str, delivery: &Delivery) -> lapin::Result<()> {
+async fn copy(
+    channel: &Channel,
+    queue: &str,
+    body: &[u8],
+    delivery: &Delivery,
+) -> lapin::Result<()> {
     let properties = delivery.properties.clone();
     let options = BasicPublishOptions::default();
-    let publish =
-        channel.basic_publish("".into(), queue.into(), options, &delivery.data, properties);
+    let publish = channel.basic_publish("".into(), queue.into(), options, body, properties);
     publish.await?.await?;
     Ok(())
 }

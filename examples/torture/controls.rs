@@ -53,7 +53,7 @@ const BUGS: [(Bug, &str, &str); 10] = [
 ];
 
 /// What is done behind the service's back.
-const PLANTS: [(&str, &str); 7] = [
+const PLANTS: [(&str, &str); 8] = [
     ("--plant lose-rows", "lost: "),
     ("--plant settle-unsent", "lost: "),
     ("--plant steal", "lost: "),
@@ -63,6 +63,7 @@ const PLANTS: [(&str, &str); 7] = [
         "--plant copy --faults 3 --only leave,mq-reject",
         " came twice ",
     ),
+    ("--plant repeat", " was sent back 2 times for 1 failures"),
     ("--plant forget-counts", "one retry was settled twice"),
     ("--plant hurry", "was sent before it was due"),
 ];

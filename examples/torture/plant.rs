@@ -21,6 +21,8 @@ pub enum Plant {
     Steal,
     /// Messages are published once more
     Copy,
+    /// Failures that were none are reported
+    Repeat,
     /// Counts are set back
     ForgetCounts,
     /// Rows are made due at once
@@ -55,6 +57,7 @@ impl Plant {
             }
             Self::Steal => return tricks.steal.store(3, Ordering::Relaxed),
             Self::Copy => return tricks.copy.store(3, Ordering::Relaxed),
+            Self::Repeat => return tricks.repeat.store(3, Ordering::Relaxed),
         };
         while !matches!(rows.spoil(sql).await, Ok(1..)) {
             sleep(Duration::from_millis(20)).await;
