@@ -346,7 +346,9 @@ impl Dispatcher {
                 format!("queue {:?} does not exist ({why})", bound.task.queue),
             )),
             (Outcome::Refused, _) => Some(Settlement::Deferred {
-                delay: self.delay(&bound.task).max(SHORTEST_DEFERRAL),
+                delay: self
+                    .delay(&bound.task, bound.task.retry_count)
+                    .max(SHORTEST_DEFERRAL),
             }),
             (Outcome::Unknown, None) if Bug::SettleUnconfirmed.planted() => {
                 Some(Settlement::Retried { retry_count })
@@ -360,7 +362,6 @@ impl Dispatcher {
     /// A failed execution. What is bound for review is never spent: there is
     /// nowhere else for it to go.
     fn failed(&self, task: &Task, review: Option<Reason>, error: String) -> Settlement {
-        let delay = self.delay(task);
         if review.is_some() {
             warn!(
                 message_id = %task.message_id,
@@ -368,7 +369,7 @@ impl Dispatcher {
                 "review could not be reached; will try again"
             );
             return Settlement::Deferred {
-                delay: delay.max(SHORTEST_DEFERRAL),
+                delay: self.delay(task, task.retry_count).max(SHORTEST_DEFERRAL),
             };
         }
         // Even a free attempt counts here, or a missing queue would never end.
@@ -376,7 +377,11 @@ impl Dispatcher {
         let spent = retry_count >= task.max_retries;
         Settlement::Failed {
             retry_count,
-            delay: if spent { Duration::ZERO } else { delay },
+            delay: if spent {
+                Duration::ZERO
+            } else {
+                self.delay(task, retry_count)
+            },
             error: wire::storable(error),
             reason: spent.then_some(Reason::Unroutable),
         }
@@ -391,9 +396,10 @@ impl Dispatcher {
         }
     }
 
-    fn delay(&self, task: &Task) -> Duration {
+    /// The wait after so many attempts.
+    fn delay(&self, task: &Task, attempts: i32) -> Duration {
         let policy = self.book.named(task.policy.as_deref().unwrap_or_default());
-        policy.delay(task.retry_count.unsigned_abs(), fastrand::f64())
+        policy.delay(attempts.unsigned_abs(), fastrand::f64())
     }
 
     /// Metrics and logs, once it is durable.
