@@ -205,18 +205,27 @@ impl Entry {
     /// where a fault explains it.
     fn judge_doubles(&self, number: usize, faults: &[Record], verdict: &mut Verdict) {
         let mut doubles = Vec::new();
+        let different: HashSet<i32> = self.arrivals.iter().filter_map(|a| a.count).collect();
+        let reviews = self.arrivals.iter().filter(|a| a.count.is_none()).count();
+        let failed_as_often = self.reports.len() >= different.len() + reviews;
         let mut last: HashMap<Option<i32>, Arrival> = HashMap::new();
         for arrival in self.arrivals.iter().filter(|a| !a.redelivered) {
             let Some(before) = last.insert(arrival.count, *arrival) else {
                 continue;
             };
-            let which = arrival
-                .count
-                .map_or("in review".into(), |c| format!("as retry {c}"));
-            let explained = faults.iter().any(|f| f.sent_twice(&before, arrival));
+            let sent_twice = faults.iter().any(|f| f.sent_twice(&before, arrival));
+            let (which, explained) = match (arrival.count, self.reports.last()) {
+                (Some(count), _) => (format!("as retry {count}"), sent_twice),
+                // Its consumer failed one retry twice: the second is late.
+                (None, _) if failed_as_often => continue,
+                (None, sent) => {
+                    let sent = sent.copied().unwrap_or(before.at);
+                    let taken_twice = faults.iter().any(|f| f.taken_twice(sent, arrival.at));
+                    ("in review".into(), sent_twice || taken_twice)
+                }
+            };
             doubles.push((format!("{number} came twice {which}"), explained));
         }
-        let different: HashSet<i32> = self.arrivals.iter().filter_map(|a| a.count).collect();
         if different.len() > self.reports.len()
             && let (Some(sent), Some(end)) = (self.reports.last(), self.arrivals.last())
         {
