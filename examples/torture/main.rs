@@ -134,13 +134,17 @@ async fn main() -> ExitCode {
         None => torture(&args, &logs, &stop).await,
     };
     match done {
-        Ok(Some(true)) => {
-            let _ = std::fs::remove_dir_all(&logs);
-            ExitCode::SUCCESS
-        }
-        Ok(Some(false)) => {
-            eprintln!("The instances' logs are in {}", logs.display());
-            ExitCode::FAILURE
+        Ok(Some(good)) => {
+            if good || args.brief {
+                let _ = std::fs::remove_dir_all(&logs);
+            } else {
+                eprintln!("The instances' logs are in {}", logs.display());
+            }
+            if good {
+                ExitCode::SUCCESS
+            } else {
+                ExitCode::FAILURE
+            }
         }
         Ok(None) => ExitCode::from(130),
         Err(e) => {
