@@ -233,7 +233,8 @@ impl Campaign {
     /// The verdict, and the faults behind it.
     pub async fn judge(&self) -> anyhow::Result<Verdict> {
         let live = self.rows.live().await?;
-        let mut verdict = self.ledger.judge(&live);
+        let unconfirmed = self.rows.unconfirmed().await?;
+        let mut verdict = self.ledger.judge(&live, &unconfirmed);
         self.rows.judge(&mut verdict, true).await?;
         Ok(verdict)
     }

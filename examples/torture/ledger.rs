@@ -55,6 +55,8 @@ pub struct Verdict {
     pub confirmed: usize,
     pub lost: Vec<String>,
     pub duplicated: usize,
+    /// Duplicates for want of a confirm in time, with no fault near.
+    pub slow: usize,
     /// Duplicates without a fault that explains them; unexpected as well.
     pub unexplained: usize,
     pub unexpected: Vec<String>,
@@ -145,8 +147,9 @@ impl Ledger {
         )
     }
 
-    /// Judges. `live` are the messages that wait in a row.
-    pub fn judge(&self, live: &HashSet<usize>) -> Verdict {
+    /// Judges. `live` are the messages that wait in a row; `unconfirmed` those,
+    /// with their retry, that RabbitMQ did not confirm in time.
+    pub fn judge(&self, live: &HashSet<usize>, unconfirmed: &HashSet<(usize, i32)>) -> Verdict {
         let (attempted, confirmed) = self.counts();
         let mut verdict = Verdict {
             attempted,
@@ -165,7 +168,7 @@ impl Ledger {
                     entry.arrivals.len()
                 ));
             }
-            entry.judge(message, &faults, &mut verdict);
+            entry.judge(message, &faults, unconfirmed, &mut verdict);
         }
         verdict
     }
@@ -177,7 +180,13 @@ impl Entry {
         self.confirmed.is_some_and(|sent| !back_since(sent))
     }
 
-    fn judge(&self, message: Message, faults: &[Record], verdict: &mut Verdict) {
+    fn judge(
+        &self,
+        message: Message,
+        faults: &[Record],
+        unconfirmed: &HashSet<(usize, i32)>,
+        verdict: &mut Verdict,
+    ) {
         let number = message.number;
         for arrival in &self.arrivals {
             let Some(count) = arrival.count else { continue };
@@ -198,12 +207,18 @@ impl Entry {
                 verdict.unexpected.push(what);
             }
         }
-        self.judge_doubles(number, faults, verdict);
+        self.judge_doubles(number, faults, unconfirmed, verdict);
     }
 
     /// The same retry twice, or more retries than there were failures: only
     /// where a fault explains it.
-    fn judge_doubles(&self, number: usize, faults: &[Record], verdict: &mut Verdict) {
+    fn judge_doubles(
+        &self,
+        number: usize,
+        faults: &[Record],
+        unconfirmed: &HashSet<(usize, i32)>,
+        verdict: &mut Verdict,
+    ) {
         let mut doubles = Vec::new();
         let different: HashSet<i32> = self.arrivals.iter().filter_map(|a| a.count).collect();
         let reviews = self.arrivals.iter().filter(|a| a.count.is_none()).count();
@@ -213,7 +228,15 @@ impl Entry {
             let Some(before) = last.insert(arrival.count, *arrival) else {
                 continue;
             };
-            let sent_twice = faults.iter().any(|f| f.sent_twice(&before, arrival));
+            let mut sent_twice = faults.iter().any(|f| f.sent_twice(&before, arrival));
+            if let Some(count) = arrival.count
+                && !sent_twice
+                && unconfirmed.contains(&(number, count))
+            {
+                // No fault of ours, but a machine too busy to answer in time.
+                verdict.slow += 1;
+                sent_twice = true;
+            }
             let (which, explained) = match (arrival.count, self.reports.last()) {
                 (Some(count), _) => (format!("as retry {count}"), sent_twice),
                 // Its consumer failed one retry twice: the second is late.

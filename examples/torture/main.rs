@@ -258,18 +258,18 @@ fn list(verdict: &Verdict) {
 
 fn tell(verdict: &Verdict, recovery: f64) {
     list(verdict);
+    let duplicates = match (verdict.unexplained, verdict.slow) {
+        (0, 0) => " (all at a fault)".into(),
+        (0, slow) => format!(" (all at a fault, {slow} at a late confirm)"),
+        _ => String::new(),
+    };
     println!(
-        "attempted {}, confirmed {}, lost {}, duplicated {}{}, unexpected {}, over bound {}, \
+        "attempted {}, confirmed {}, lost {}, duplicated {}{duplicates}, unexpected {}, over bound {}, \
          recovery p95 {recovery:.1} s",
         verdict.attempted,
         verdict.confirmed,
         verdict.lost.len(),
         verdict.duplicated,
-        if verdict.unexplained == 0 {
-            " (all at a fault)"
-        } else {
-            ""
-        },
         verdict.unexpected.len(),
         verdict.over_bound.len(),
     );

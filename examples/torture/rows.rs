@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use anyhow::Context;
 use sqlx::{PgPool, postgres::PgPoolOptions};
 
-use crate::{ledger::Verdict, message::Message};
+use crate::{instance::MAX_DELAY, ledger::Verdict, message::Message};
 
 /// Looks at the rows past all proxies.
 pub struct Rows(PgPool);
@@ -73,6 +73,20 @@ impl Rows {
         let payloads: Vec<Vec<u8>> = sqlx::query_scalar(sql).fetch_all(&self.0).await?;
         let messages = payloads.iter().filter_map(|p| Message::of_payload(p));
         Ok(messages.map(|m| m.number).collect())
+    }
+
+    /// Publishes that RabbitMQ did not confirm in time, by message and retry: it
+    /// may deliver them all the same. Only they stand back without jitter.
+    pub async fn unconfirmed(&self) -> anyhow::Result<HashSet<(usize, i32)>> {
+        let sql = "SELECT q.original_payload, e.retry_count + 1
+                   FROM retry_events e JOIN retry_queue q ON q.id = e.task_id
+                   WHERE e.event_type = 'deferred' AND e.delay_ms = $1";
+        let most = i64::try_from(MAX_DELAY.as_millis())?;
+        let found: Vec<(Vec<u8>, i32)> = sqlx::query_as(sql).bind(most).fetch_all(&self.0).await?;
+        let of = |(payload, count): &(Vec<u8>, i32)| {
+            Message::of_payload(payload).map(|message| (message.number, *count))
+        };
+        Ok(found.iter().filter_map(of).collect())
     }
 
     /// Adds what is wrong with the history, which is there as a `whole` or in part.
