@@ -3,7 +3,7 @@
 use std::{collections::HashMap, task::Poll, time::Duration};
 
 use lapin::{Channel, Confirmation, Connection, options::BasicPublishOptions, types::ShortString};
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, error::Elapsed, timeout_at};
 
 use super::{Broker, BrokerError, amqp_code, close};
 use crate::{
@@ -95,39 +95,25 @@ impl Publisher {
             let polled = futures::poll!(publish.as_mut());
             handed_over.push((publish, polled));
         }
+        // Whatever breaks off, the others may still be answered: what is known of
+        // each is kept.
         let mut confirms = Vec::with_capacity(batch.len());
         for (publish, polled) in handed_over {
             let written = match polled {
                 Poll::Ready(written) => Ok(written),
                 Poll::Pending => timeout_at(deadline, publish).await,
             };
-            match written {
-                Ok(Ok(confirm)) => confirms.push(confirm),
-                Ok(Err(e)) => {
-                    blame(&mut fault, &e);
-                    break;
-                }
-                Err(_) => {
-                    fault = Some(Fault::Timeout(self.broker.confirm_timeout));
-                    break;
-                }
-            }
+            confirms.push(self.answered(written, &mut fault));
             Point::AfterPublish.pass();
         }
         Point::BeforeConfirm.pass();
         let mut outcomes = vec![Outcome::Unknown; batch.len()];
         let mut returned: HashMap<String, String> = HashMap::new();
         for (outcome, confirm) in outcomes.iter_mut().zip(confirms) {
-            let answer = match timeout_at(deadline, confirm).await {
-                Ok(Ok(confirmation)) => confirmation,
-                Ok(Err(e)) => {
-                    blame(&mut fault, &e);
-                    continue;
-                }
-                Err(_) => {
-                    fault.get_or_insert(Fault::Timeout(self.broker.confirm_timeout));
-                    continue;
-                }
+            let Some(confirm) = confirm else { continue };
+            let answer = timeout_at(deadline, confirm).await;
+            let Some(answer) = self.answered(answer, &mut fault) else {
+                continue;
             };
             *outcome = match answer {
                 Confirmation::Ack(_) => Outcome::Confirmed,
@@ -150,6 +136,21 @@ impl Publisher {
             }
         }
         (outcomes, fault)
+    }
+
+    fn answered<T>(
+        &self,
+        answer: Result<lapin::Result<T>, Elapsed>,
+        fault: &mut Option<Fault>,
+    ) -> Option<T> {
+        match answer {
+            Ok(Ok(answer)) => return Some(answer),
+            Ok(Err(e)) => blame(fault, &e),
+            Err(_) => {
+                fault.get_or_insert(Fault::Timeout(self.broker.confirm_timeout));
+            }
+        }
+        None
     }
 
     /// A new channel on the same connection, after the broker closed the old one.
