@@ -108,7 +108,7 @@ impl Rows {
     /// How many connections the service has.
     pub async fn connections(&self) -> anyhow::Result<f64> {
         let sql =
-            "SELECT count(*)::float8 FROM pg_stat_activity WHERE application_name = 'torture'";
+            "SELECT count(*)::float8 FROM pg_stat_activity WHERE application_name LIKE 'torture-%'";
         Ok(sqlx::query_scalar(sql).fetch_one(&self.0).await?)
     }
 

@@ -6,7 +6,10 @@ use anyhow::Context;
 use devstack::Stack;
 use tokio::{sync::Mutex, task::spawn_blocking};
 
-use crate::{instance::Slot, rows::Rows};
+use crate::{
+    instance::{SERVICE, Slot},
+    rows::Rows,
+};
 
 /// What a figure may do.
 #[derive(Clone, Copy)]
@@ -143,7 +146,7 @@ fn resident_mb(proc: &Path) -> anyhow::Result<f64> {
 async fn amqp(stack: Arc<Stack>) -> anyhow::Result<[f64; 2]> {
     let ask = ["list_connections", "channels", "client_properties"];
     let listed = spawn_blocking(move || stack.rabbitmq.ctl(&ask)).await??;
-    let ours = listed.lines().filter(|line| line.contains("torture "));
+    let ours = listed.lines().filter(|line| line.contains(SERVICE));
     let channels: Vec<f64> = ours
         .filter_map(|line| line.split('\t').next()?.parse().ok())
         .collect();
