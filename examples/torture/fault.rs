@@ -93,7 +93,7 @@ pub enum Fault {
     DieAfterAck,
     /// SIGKILL at a failpoint: a claimed message is not published
     DieBeforePublish,
-    /// SIGKILL at a failpoint: it is published, the rest of its batch is not
+    /// SIGKILL at a failpoint: it is handed over, with the rest of its batch
     DieAfterPublish,
     /// SIGKILL at a failpoint: a batch is published, no confirm is read
     DieBeforeConfirm,
