@@ -202,7 +202,14 @@ impl Dispatcher {
                         return Some(e.to_string());
                     }
                 }
-                Err(TurnError::Broker(fault)) => return Some(fault.to_string()),
+                Err(TurnError::Broker(fault)) => {
+                    if let Fault::Internal(_) = fault
+                        && rows > 1
+                    {
+                        *careful = self.batch;
+                    }
+                    return Some(fault.to_string());
+                }
                 Err(TurnError::Store(e)) => {
                     self.metrics.store_errors.inc();
                     warn!(error = %e, "the dispatcher cannot reach the store");
@@ -297,14 +304,18 @@ impl Dispatcher {
             Some(Fault::Channel(why)) if outgoing.len() == 1 => Some(why.clone()),
             _ => None,
         };
-        let timed_out = matches!(fault, Some(Fault::Timeout(_)));
+        let suspect = match &fault {
+            Some(Fault::Timeout(_)) => true,
+            Some(Fault::Internal(_)) => outgoing.len() == 1,
+            _ => false,
+        };
         drop(outgoing);
         let mut review_is_missing = false;
         let published = bound.iter_mut().filter(|b| b.end.is_none());
         for (bound, outcome) in published.zip(&outcomes) {
             review_is_missing |= bound.review.is_some() && matches!(outcome, Outcome::Returned(_));
             bound.end = self.end(bound, outcome, culprit.as_deref());
-            if timed_out && *outcome == Outcome::Unknown {
+            if suspect && *outcome == Outcome::Unknown {
                 bound.end = Some(self.stand_back(&bound.task));
             }
         }
@@ -388,7 +399,9 @@ impl Dispatcher {
     }
 
     /// A queue that does not confirm may yet deliver what it was sent: it is not
-    /// sent more of the same soon, nor allowed to hold up all others.
+    /// sent more of the same soon, nor allowed to hold up all others. The same for
+    /// what the broker fails over. Nothing is spent, it may not be the message's
+    /// fault; in the end it expires.
     fn stand_back(&self, task: &Task) -> Settlement {
         let policy = self.book.named(task.policy.as_deref().unwrap_or_default());
         Settlement::Deferred {

@@ -31,6 +31,10 @@ pub enum Fault {
     /// message's content.
     #[error("RabbitMQ closed the channel: {0}")]
     Channel(String),
+    /// The broker failed inside. It does so over some content, too, so a message
+    /// that was alone is suspect.
+    #[error("RabbitMQ failed over what it was sent: {0}")]
+    Internal(String),
     /// The connection failed.
     #[error("RabbitMQ: {0}")]
     Connection(String),
@@ -178,12 +182,15 @@ fn blame(fault: &mut Option<Fault>, error: &lapin::Error) {
     const PRECONDITION_FAILED: u16 = 406;
     const FRAME_ERROR: u16 = 501;
     const SYNTAX_ERROR: u16 = 502;
-    if let Some(CONTENT_TOO_LARGE | PRECONDITION_FAILED | FRAME_ERROR | SYNTAX_ERROR) =
-        amqp_code(error)
-    {
-        *fault = Some(Fault::Channel(error.to_string()));
-    } else {
-        fault.get_or_insert_with(|| Fault::Connection(error.to_string()));
+    const INTERNAL_ERROR: u16 = 541;
+    match amqp_code(error) {
+        Some(CONTENT_TOO_LARGE | PRECONDITION_FAILED | FRAME_ERROR | SYNTAX_ERROR) => {
+            *fault = Some(Fault::Channel(error.to_string()));
+        }
+        Some(INTERNAL_ERROR) => *fault = Some(Fault::Internal(error.to_string())),
+        _ => {
+            fault.get_or_insert_with(|| Fault::Connection(error.to_string()));
+        }
     }
 }
 

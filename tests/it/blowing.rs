@@ -2,13 +2,21 @@
 
 use std::collections::{BTreeMap, HashSet};
 
-use lapin::types::{AMQPValue, FieldTable};
+use lapin::{
+    BasicProperties,
+    types::{AMQPValue, FieldTable},
+};
 use prost::Message;
 use retry_scheduler::{
+    broker::{Broker, Fault, Outcome},
     store::Store,
     task::Settlement,
-    wire::proto::{HeaderValue, Properties, RetryMessage, header_value::Kind},
+    wire::{
+        Outgoing,
+        proto::{HeaderValue, Properties, RetryMessage, header_value::Kind},
+    },
 };
+use uuid::Uuid;
 
 use crate::support::{Bed, breakable, disturb, eventually, message};
 
@@ -17,6 +25,26 @@ const FAILED: &str = "SELECT count(*) FROM retry_queue WHERE status = 'failed'";
 
 fn header(name: &str, kind: Kind) -> BTreeMap<String, HeaderValue> {
     BTreeMap::from([(name.to_owned(), HeaderValue { kind: Some(kind) })])
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_message_that_the_broker_fails_over_is_suspect_and_no_outage() {
+    let bed = Bed::new().await;
+    let queue = bed.declare("target").await;
+    let broker = Broker::new(&bed.settings()).expect("a broker");
+    let mut publisher = broker.publisher(&bed.review()).await.expect("connected");
+    // RabbitMQ's reader crashes over it; we never send one.
+    let mut headers = FieldTable::default();
+    headers.insert("x".into(), AMQPValue::Double(f64::NAN));
+    let message = Outgoing {
+        message_id: Uuid::now_v7(),
+        queue: queue.as_str().into(),
+        properties: BasicProperties::default().with_headers(headers),
+        body: Vec::new(),
+    };
+    let (outcomes, fault) = publisher.publish(&[message]).await;
+    assert_eq!(outcomes, [Outcome::Unknown]);
+    assert!(matches!(fault, Some(Fault::Internal(_))), "{fault:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
