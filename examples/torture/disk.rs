@@ -119,18 +119,20 @@ fn mount<'a>(args: impl IntoIterator<Item = &'a OsStr>) -> anyhow::Result<()> {
 }
 
 impl Chaos {
-    /// Full until all have noticed. Postgres may have given up by then: whoever
+    /// Full until that is noticed. Postgres may have given up by then: whoever
     /// makes room starts it again.
     pub async fn fill_disk(&self, fault: Fault) -> anyhow::Result<Option<Duration>> {
         let disk = self.disk.as_ref().context("there is no disk to fill")?;
         disk.fill()?;
-        if fault == Fault::PgFullWal {
+        let red = if fault == Fault::PgFullWal {
             self.do_to(|s| use_up_wal(&s.postgres)).await?;
-        }
-        let red = self.noticed(fault, &self.addresses).await;
+            Ok(self.noticed(fault, &self.addresses).await)
+        } else {
+            self.met(fault).await
+        };
         disk.resize(ROOM)?;
         self.do_to(|s: &Stack| get_up(&s.postgres)).await?;
-        Ok(Some(red))
+        red.map(Some)
     }
 }
 
