@@ -19,7 +19,9 @@ use crate::{
 };
 
 /// A batch is closed early at this many bytes, to bound memory and statements.
-const BATCH_BYTES: usize = 16 << 20;
+/// Measured with messages of 256 KiB: a fifth faster than with 16 MiB, and 1 MiB
+/// is no faster.
+const BATCH_BYTES: usize = 4 << 20;
 
 /// The loop that stores arriving failures.
 pub struct Intake {
