@@ -5,7 +5,7 @@ mod ends;
 use std::{sync::Arc, time::Duration};
 
 use lapin::types::ShortString;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
@@ -222,13 +222,15 @@ impl Dispatcher {
     /// workers looks, the others wait for their turn: an idle service asks
     /// Postgres one question a poll interval.
     async fn watch(&self, look: Look) -> Look {
-        let latest = Instant::now() + self.poll_interval;
-        let Ok(_turn) = timeout_at(latest, self.wake.turn.lock()).await else {
+        let Ok(turn) = timeout(self.poll_interval, self.wake.turn.lock()).await else {
             return look;
         };
         let now = Instant::now();
+        let latest = now + self.poll_interval;
         match self.store.next_due().await {
             Ok(Some(Duration::ZERO)) => {
+                // Not in its turn: another may see what falls due meanwhile.
+                drop(turn);
                 if look == Look::WatchOthers {
                     tokio::time::sleep(CONTENDED_NAP).await;
                 }
