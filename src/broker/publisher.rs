@@ -2,6 +2,7 @@
 
 use std::{collections::HashMap, task::Poll, time::Duration};
 
+use futures::FutureExt;
 use lapin::{Channel, Confirmation, Connection, options::BasicPublishOptions, types::ShortString};
 use tokio::time::{Instant, error::Elapsed, timeout_at};
 
@@ -74,9 +75,9 @@ impl Publisher {
     ///
     /// lapin hands a return to whichever confirm comes next, not to its own, so
     /// returns are matched by `message_id` over the whole batch. A message's
-    /// return is on the wire before its ack; so one that is acked and not among
-    /// the returns of all resolved confirms is in its queue, even if the batch
-    /// broke off later.
+    /// return is on the wire before its ack, and is handed to a confirm that is
+    /// done no later than its own; so one that is acked and not among the returns
+    /// of all confirms done by then is in its queue, even if the batch broke off.
     pub async fn publish(&mut self, batch: &[Outgoing]) -> (Vec<Outcome>, Option<Fault>) {
         let deadline = Instant::now() + self.broker.confirm_timeout;
         let mut fault = None;
@@ -113,22 +114,30 @@ impl Publisher {
         Point::BeforeConfirm.pass();
         let mut outcomes = vec![Outcome::Unknown; batch.len()];
         let mut returned: HashMap<String, String> = HashMap::new();
+        let mut given_up = Vec::new();
+        // One that is given up before its frames are written may get another's return.
+        let trusted = !matches!(fault, Some(Fault::Timeout(_)));
         for (outcome, confirm) in outcomes.iter_mut().zip(confirms) {
-            let Some(confirm) = confirm else { continue };
-            let answer = timeout_at(deadline, confirm).await;
+            let Some(mut confirm) = confirm else { continue };
+            let answer = timeout_at(deadline, &mut confirm).await;
+            if answer.is_err() {
+                given_up.push(confirm);
+            }
             let Some(answer) = self.answered(answer, &mut fault) else {
                 continue;
             };
             *outcome = match answer {
-                Confirmation::Ack(_) => Outcome::Confirmed,
+                Confirmation::Ack(_) if trusted => Outcome::Confirmed,
                 Confirmation::Nack(_) => Outcome::Refused,
-                Confirmation::NotRequested => Outcome::Unknown,
+                Confirmation::Ack(_) | Confirmation::NotRequested => Outcome::Unknown,
             };
-            if let Some(back) = answer.take_message()
-                && let Some(id) = back.delivery.properties.message_id()
-            {
-                let text = format!("{} {}", back.reply_code, back.reply_text);
-                returned.insert(id.to_string(), text);
+            note_return(answer, &mut returned);
+        }
+        // Confirmed since, such a one may have the return of a message that was read
+        // as confirmed after it.
+        for confirm in given_up {
+            if let Some(Ok(answer)) = confirm.now_or_never() {
+                note_return(answer, &mut returned);
             }
         }
         Point::AfterConfirm.pass();
@@ -171,6 +180,16 @@ impl Publisher {
     /// Says goodbye, within the deadline.
     pub async fn close(self) {
         close(&self.connection, self.broker.timeout).await;
+    }
+}
+
+/// Keeps the return that came with a confirm, under the id it belongs to.
+fn note_return(answer: Confirmation, returned: &mut HashMap<String, String>) {
+    if let Some(back) = answer.take_message()
+        && let Some(id) = back.delivery.properties.message_id()
+    {
+        let text = format!("{} {}", back.reply_code, back.reply_text);
+        returned.insert(id.to_string(), text);
     }
 }
 
