@@ -22,6 +22,7 @@ use url::Url;
 use crate::{
     Args,
     inbox::{Arrived, Inbox},
+    processor::{Clock, Cost},
     producer::{Load, Producer, Shape},
     rows::Rows,
     scheduler::{Scheduler, Setup},
@@ -87,6 +88,14 @@ impl Way {
             lane: None,
         }
     }
+}
+
+/// What the rounds of one way showed.
+#[derive(Clone, Debug, Default)]
+pub struct Raced {
+    /// Messages a second.
+    pub rates: Vec<f64>,
+    pub costs: Vec<Cost>,
 }
 
 /// Everything a scenario needs.
@@ -214,8 +223,7 @@ impl Field {
         Ok(f64::from(load.count) / seconds)
     }
 
-    /// Sends a load each way in turn, beginning with another one each round: the
-    /// rates of each way.
+    /// Sends a load each way in turn, beginning with another one each round.
     pub async fn races(
         &self,
         name: &str,
@@ -223,7 +231,7 @@ impl Field {
         load: Load,
         rounds: usize,
         inbox: &mut Inbox,
-    ) -> anyhow::Result<Vec<Vec<f64>>> {
+    ) -> anyhow::Result<Vec<Raced>> {
         let warm_up = Load {
             count: (load.count / 10).max(1),
             ..load
@@ -231,15 +239,19 @@ impl Field {
         for way in ways {
             self.race(way, warm_up, inbox).await?;
         }
-        let mut rates = vec![Vec::with_capacity(rounds); ways.len()];
+        let mut raced = vec![Raced::default(); ways.len()];
         for round in 0..rounds {
             progress(&format!("{name}: round {} of {rounds}", round + 1));
             for turn in 0..ways.len() {
                 let index = (turn + round) % ways.len();
-                rates[index].push(self.race(&ways[index], load, inbox).await?);
+                let before = Clock::read()?;
+                let rate = self.race(&ways[index], load, inbox).await?;
+                raced[index].rates.push(rate);
+                let cost = before.until(&Clock::read()?, load.count);
+                raced[index].costs.push(cost);
             }
         }
-        Ok(rates)
+        Ok(raced)
     }
 
     /// Removes what was made.

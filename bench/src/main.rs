@@ -4,13 +4,14 @@
 //! In reading order: [`field`] is where everything stands; [`scheduler`] and
 //! [`floor`] are what is measured, each a process of its own; [`producer`] and
 //! [`inbox`] are the two ends of a message's way; [`rows`] asks Postgres;
-//! [`scenarios`] measure; [`finding`], [`report`] and [`plot`] tell.
+//! [`processor`] asks the kernel; [`scenarios`] measure; [`finding`], [`report`] and [`plot`] tell.
 
 mod field;
 mod finding;
 mod floor;
 mod inbox;
 mod plot;
+mod processor;
 mod producer;
 mod report;
 mod rows;
@@ -136,14 +137,18 @@ async fn bench(args: Args) -> anyhow::Result<()> {
         chosen.clear();
         report.add(versus::run(&mut field, &args.versus).await?);
     }
+    let mut failed = None;
     for scenario in chosen {
-        let findings = scenario
-            .run(&mut field)
-            .await
-            .with_context(|| format!("scenario {}", scenario.name()))?;
-        report.add(findings);
+        match scenario.run(&mut field).await {
+            Ok(findings) => report.add(findings),
+            Err(e) => {
+                failed = Some(e.context(format!("scenario {}", scenario.name())));
+                break;
+            }
+        }
     }
-    field.close().await?;
+    // What an hour has found is told even if the next minute failed.
+    let closed = field.close().await;
     report.took(started.elapsed());
     print!("{}", report.table());
     if let Some(path) = &args.json {
@@ -155,7 +160,7 @@ async fn bench(args: Args) -> anyhow::Result<()> {
     if let Some(path) = &args.markdown {
         write(path, &report.markdown())?;
     }
-    Ok(())
+    failed.map_or(closed, Err)
 }
 
 fn write(path: &PathBuf, text: &str) -> anyhow::Result<()> {

@@ -39,7 +39,7 @@ pub async fn run(field: &mut Field) -> anyhow::Result<Vec<Finding>> {
     };
     let ways = [Way::through(&empty), Way::through(&full)];
     let rounds = field.rounds(3);
-    let rates = field.races(NAME, &ways, load, rounds, &mut inbox).await?;
+    let raced = field.races(NAME, &ways, load, rounds, &mut inbox).await?;
     let memory = burdened.usage()?.peak_mb;
     scheduler.stop().await?;
     burdened.stop().await?;
@@ -59,9 +59,10 @@ pub async fn run(field: &mut Field) -> anyhow::Result<Vec<Finding>> {
     scheduler.stop().await?;
     burdened.stop().await?;
 
-    let [of_empty, of_full] = &rates[..] else {
+    let [of_empty, of_full] = &raced[..] else {
         return Ok(Vec::new());
     };
+    let [of_empty, of_full] = [&of_empty.rates, &of_full.rates];
     let [late_of_empty, late_of_full] = p99;
     let with = format!("with {waiting} rows waiting");
     Ok(vec![

@@ -20,7 +20,11 @@ pub async fn run(field: &mut Field) -> anyhow::Result<Vec<Finding>> {
         size: 1024,
         targets: 1,
     };
-    let warm_up = Load { count: 800, ..load };
+    // Instances just started prepare and plan their statements on every connection.
+    let warm_up = Load {
+        count: load.count / 2,
+        ..load
+    };
     let rounds = field.rounds(3);
     let mut rates = [const { Vec::new() }; COUNTS.len()];
     for round in 0..rounds {

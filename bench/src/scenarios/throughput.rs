@@ -3,9 +3,10 @@
 use lapin::types::FieldTable;
 
 use crate::{
-    field::{DELAY, Field, RELAY, Way},
+    field::{DELAY, Field, RELAY, Raced, Way},
     finding::{Finding, Reach},
     floor::{Relay, into_first_target},
+    processor::Cost,
     producer::Load,
 };
 
@@ -19,20 +20,26 @@ pub async fn run(field: &mut Field) -> anyhow::Result<Vec<Finding>> {
         size: 1024,
         targets: 1,
     };
-    let rates = against_floors(field, NAME, load, true, 5).await?;
-    let [ours, relay, delay] = &rates[..] else {
+    let raced = against_floors(field, NAME, load, true, 5).await?;
+    let [ours, relay, delay] = &raced[..] else {
         return Ok(Vec::new());
     };
-    Ok(vec![
-        Finding::new(NAME, "relay without a database", RATE, relay.clone()),
-        Finding::new(NAME, "TTL/DLX delay queue", RATE, delay.clone()),
-        Finding::new(NAME, "1 KiB to 1 queue", RATE, ours.clone())
-            .against("relay", relay)
+    let rate = |what: &str, way: &Raced| Finding::new(NAME, what, RATE, way.rates.clone());
+    let mut findings = vec![
+        rate("relay without a database", relay),
+        rate("TTL/DLX delay queue", delay),
+        rate("1 KiB to 1 queue", ours)
+            .against("relay", &relay.rates)
             .reach(Reach::AtLeast(0.95)),
-        Finding::new(NAME, "1 KiB to 1 queue", RATE, ours.clone())
-            .against("TTL/DLX", delay)
+        rate("1 KiB to 1 queue", ours)
+            .against("TTL/DLX", &delay.rates)
             .reach(Reach::AtLeast(0.6)),
-    ])
+        cost(NAME, "all CPU, TTL/DLX".into(), delay, |cost| cost.machine),
+    ];
+    findings.extend(costs(NAME, "1 KiB to 1 queue", ours, relay));
+    let busy = ours.costs.iter().map(|cost| cost.busy).collect();
+    findings.push(Finding::new(NAME, "cores busy with ours", "cores", busy));
+    Ok(findings)
 }
 
 /// Small and large messages, against the relay.
@@ -73,27 +80,46 @@ async fn against_relay(
     what: &str,
     load: Load,
 ) -> anyhow::Result<Vec<Finding>> {
-    let rates = against_floors(field, what, load, false, 3).await?;
-    let [ours, relay] = &rates[..] else {
+    let raced = against_floors(field, what, load, false, 3).await?;
+    let [ours, relay] = &raced[..] else {
         return Ok(Vec::new());
     };
     let relayed = format!("{what}, relay");
-    Ok(vec![
-        Finding::new(name, relayed, RATE, relay.clone()),
-        Finding::new(name, what, RATE, ours.clone())
-            .against("relay", relay)
+    let mut findings = vec![
+        Finding::new(name, relayed, RATE, relay.rates.clone()),
+        Finding::new(name, what, RATE, ours.rates.clone())
+            .against("relay", &relay.rates)
             .reach(Reach::AtLeast(0.9)),
-    ])
+    ];
+    findings.extend(costs(name, what, ours, relay));
+    Ok(findings)
 }
 
-/// The rates of ours, of the relay, and if asked for of the delay queue.
+/// Why ours is slower than the relay: on a machine whose processors are all
+/// busy, what a message takes of them is what it takes.
+fn costs(name: &'static str, what: &str, ours: &Raced, relay: &Raced) -> [Finding; 4] {
+    let cost = |of: &str, way, part| cost(name, format!("{what}: all CPU, {of}"), way, part);
+    [
+        cost("relay", relay, |cost| cost.machine),
+        cost("ours", ours, |cost| cost.machine),
+        cost("ours, RabbitMQ of it", ours, |cost| cost.rabbitmq),
+        cost("ours, Postgres of it", ours, |cost| cost.postgres),
+    ]
+}
+
+fn cost(name: &'static str, what: String, way: &Raced, part: fn(&Cost) -> f64) -> Finding {
+    let samples = way.costs.iter().map(part).collect();
+    Finding::new(name, what, "µs/message", samples)
+}
+
+/// Ours, the relay, and if asked for the delay queue.
 async fn against_floors(
     field: &mut Field,
     name: &str,
     load: Load,
     delay_queue: bool,
     rounds: usize,
-) -> anyhow::Result<Vec<Vec<f64>>> {
+) -> anyhow::Result<Vec<Raced>> {
     let rounds = field.rounds(rounds);
     let mut inbox = field.inbox(load.targets).await?;
     let lane = field.lane("throughput").await?;
@@ -105,7 +131,7 @@ async fn against_floors(
     }
     let scheduler = field.scheduler(&lane, &[]).await?;
     let _relay = Relay::start(&field.setup.rabbitmq_url, &field.channel).await?;
-    let rates = field.races(name, &ways, load, rounds, &mut inbox).await?;
+    let raced = field.races(name, &ways, load, rounds, &mut inbox).await?;
     scheduler.stop().await?;
-    Ok(rates)
+    Ok(raced)
 }

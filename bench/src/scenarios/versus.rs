@@ -62,13 +62,15 @@ pub async fn run(field: &mut Field, changes: &[String]) -> anyhow::Result<Vec<Fi
         ways.push(Way::through(&lane));
     }
     let rounds = field.rounds(7);
-    let rates = field.races(NAME, &ways, load, rounds, &mut inbox).await?;
+    let raced = field.races(NAME, &ways, load, rounds, &mut inbox).await?;
     try_join_all(schedulers.into_iter().map(|s| s.stop())).await?;
-    let finding =
-        |what: &str, rates: &Vec<f64>| Finding::new(NAME, what, "messages/s", rates.clone());
-    let mut findings = vec![finding("unchanged", &rates[0])];
-    for (change, changed) in changes.iter().zip(&rates[1..]) {
-        findings.push(finding(change, changed).against("unchanged", &rates[0]));
+    let mut findings = Vec::new();
+    let names = std::iter::once("unchanged").chain(changes.iter().map(String::as_str));
+    for (what, way) in names.zip(&raced) {
+        let rate = Finding::new(NAME, what, "messages/s", way.rates.clone());
+        let cost = way.costs.iter().map(|cost| cost.machine).collect();
+        let cost = Finding::new(NAME, format!("{what}: all CPU"), "µs/message", cost);
+        findings.extend([rate.against("unchanged", &raced[0].rates), cost]);
     }
     Ok(findings)
 }
