@@ -38,6 +38,11 @@ impl Wake {
                 () = changed => {}
             }
         }
+        self.has_come()
+    }
+
+    /// Whether the earliest known moment has come. It is then forgotten.
+    pub fn has_come(&self) -> bool {
         let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
         next.take_if(|known| *known <= Instant::now()).is_some()
     }

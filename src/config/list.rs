@@ -42,9 +42,11 @@ pub const SETTINGS: &[Setting] = &[
     setting("DATABASE_POOL_SIZE", "8", "Connections to Postgres."),
     setting("DATABASE_TIMEOUT_MS", "15000", "Deadline of one database operation."),
     setting("MIGRATE_ON_START", "true", "Apply migrations when serving starts."),
+    // The pool's size above and all sizes and waits to DISPATCH_BATCH_BYTES: by
+    // measurement, in BENCHMARKS.md.
     setting("INTAKE_PREFETCH", "1000", "Unacknowledged messages the broker may hand us."),
     setting("INTAKE_BATCH", "500", "Most messages stored in one transaction."),
-    setting("INTAKE_LINGER_MS", "5", "How long a batch waits for more once it has its first message."),
+    setting("INTAKE_LINGER_MS", "20", "How long a batch waits for more once it has its first message."),
     setting("DISPATCH_WORKERS", "2", "Batches in flight at once, each on its own connection."),
     setting("DISPATCH_BATCH", "500", "Most messages republished in one transaction."),
     setting("DISPATCH_BATCH_BYTES", "8388608", "Most payload bytes in one such batch; one message always fits."),

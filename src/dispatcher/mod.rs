@@ -225,6 +225,10 @@ impl Dispatcher {
         let Ok(turn) = timeout(self.poll_interval, self.wake.turn.lock()).await else {
             return look;
         };
+        // Intake has stored something that is due by now: no need to ask.
+        if self.wake.has_come() {
+            return Look::Claim;
+        }
         let now = Instant::now();
         let latest = now + self.poll_interval;
         match self.store.next_due().await {
