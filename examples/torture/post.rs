@@ -111,7 +111,8 @@ impl Post {
     }
 }
 
-async fn open(url: &str) -> lapin::Result<(Connection, Channel)> {
+/// A connection of the sender's own, and a channel with confirms.
+pub async fn open(url: &str) -> lapin::Result<(Connection, Channel)> {
     let connection = connect(url).await?;
     let channel = connection.create_channel().await?;
     channel

@@ -8,11 +8,11 @@ use std::{
 use anyhow::{Context, ensure};
 use futures::{StreamExt, future::try_join_all};
 use lapin::{
-    BasicProperties, Channel, Confirmation, Connection,
+    BasicProperties, Channel, Confirmation,
     message::Delivery,
     options::{
         BasicAckOptions, BasicConsumeOptions, BasicNackOptions, BasicPublishOptions,
-        BasicQosOptions, ConfirmSelectOptions, QueueDeclareOptions,
+        BasicQosOptions, QueueDeclareOptions,
     },
     types::{AMQPValue, FieldTable, LongString},
 };
@@ -25,7 +25,7 @@ use super::{
 };
 use crate::{
     message::{INTAKE, REVIEW},
-    post::connect,
+    post::open,
 };
 
 /// Where the DLX of [`LETTERS`] passes them on.
@@ -35,16 +35,6 @@ const PREFETCH: u16 = 200;
 
 /// How often the producer sends what is due by its rate.
 const TICK: Duration = Duration::from_millis(50);
-
-/// A connection of the load's own, and a channel with confirms.
-async fn open(url: &str) -> lapin::Result<(Connection, Channel)> {
-    let connection = connect(url).await?;
-    let channel = connection.create_channel().await?;
-    channel
-        .confirm_select(ConfirmSelectOptions::default())
-        .await?;
-    Ok((connection, channel))
-}
 
 /// Publishes all of them, and waits until all are confirmed.
 async fn publish(channel: &Channel, messages: Vec<(&str, Parcel, Vec<u8>)>) -> anyhow::Result<()> {
