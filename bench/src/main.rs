@@ -4,8 +4,9 @@
 //! In reading order: [`field`] is where everything stands; [`scheduler`] and
 //! [`floor`] are what is measured, each a process of its own; [`producer`] and
 //! [`inbox`] are the two ends of a message's way; [`rows`] asks Postgres;
-//! [`processor`] asks the kernel; [`scenarios`] measure; [`finding`], [`report`] and [`plot`] tell.
+//! [`processor`] and [`cores`] ask the kernel; [`scenarios`] measure; [`finding`], [`report`] and [`plot`] tell.
 
+mod cores;
 mod field;
 mod finding;
 mod floor;

@@ -22,6 +22,8 @@ pub enum Scenario {
     Sizes,
     /// The same to 10 and to 1,000 queues (in the full form)
     Queues,
+    /// 64 B to 256 KiB with Postgres on a core of its own (in the full form)
+    Apart,
     /// How late messages are at 500 a second
     Drift,
     /// Many due at one instant, and one on another queue meanwhile
@@ -47,7 +49,10 @@ impl Scenario {
     }
 
     fn is_quick(self) -> bool {
-        !matches!(self, Self::Sizes | Self::Queues | Self::Growth)
+        !matches!(
+            self,
+            Self::Sizes | Self::Queues | Self::Apart | Self::Growth
+        )
     }
 
     pub fn name(self) -> String {
@@ -60,6 +65,7 @@ impl Scenario {
             Self::Throughput => throughput::run(field).await,
             Self::Sizes => throughput::sizes(field).await,
             Self::Queues => throughput::queues(field).await,
+            Self::Apart => throughput::apart(field).await,
             Self::Drift => drift::run(field).await,
             Self::Burst => burst::run(field).await,
             Self::Backlog => backlog::run(field).await,

@@ -3,7 +3,8 @@
 use lapin::types::FieldTable;
 
 use crate::{
-    field::{DELAY, Field, RELAY, Raced, Way},
+    cores::Apart,
+    field::{DELAY, Field, RELAY, Raced, Way, progress},
     finding::{Finding, Reach},
     floor::{Relay, into_first_target},
     processor::Cost,
@@ -36,7 +37,7 @@ pub async fn run(field: &mut Field) -> anyhow::Result<Vec<Finding>> {
             .reach(Reach::AtLeast(0.6)),
         cost(NAME, "all CPU, TTL/DLX".into(), delay, |cost| cost.machine),
     ];
-    findings.extend(costs(NAME, "1 KiB to 1 queue", ours, relay));
+    findings.extend(costs(NAME, "1 KiB to 1 queue", &raced));
     let busy = ours.costs.iter().map(|cost| cost.busy).collect();
     findings.push(Finding::new(NAME, "cores busy with ours", "cores", busy));
     Ok(findings)
@@ -44,24 +45,19 @@ pub async fn run(field: &mut Field) -> anyhow::Result<Vec<Finding>> {
 
 /// Small and large messages, against the relay.
 pub async fn sizes(field: &mut Field) -> anyhow::Result<Vec<Finding>> {
+    const NAME: &str = "sizes";
     let mut findings = Vec::new();
-    for (what, size, quick, full) in [
-        ("64 B to 1 queue", 64, 10_000, 50_000),
-        ("16 KiB to 1 queue", 16 << 10, 2_000, 10_000),
-        ("256 KiB to 1 queue", 256 << 10, 150, 1_000),
-    ] {
-        let load = Load {
-            count: field.pick(quick, full),
-            size,
-            targets: 1,
-        };
-        findings.extend(against_relay(field, "sizes", what, load).await?);
+    for (what, load) in SIZES.map(|(size, quick, full)| load_of(field, size, quick, full)) {
+        let raced = against_floors(field, &what, load, false, 3).await?;
+        findings.extend(against_relay(NAME, &what, &raced, 0.9));
+        findings.extend(costs(NAME, &what, &raced));
     }
     Ok(findings)
 }
 
 /// Many target queues, against the relay.
 pub async fn queues(field: &mut Field) -> anyhow::Result<Vec<Finding>> {
+    const NAME: &str = "queues";
     let mut findings = Vec::new();
     for (what, targets) in [("1 KiB to 10 queues", 10), ("1 KiB to 1,000 queues", 1000)] {
         let load = Load {
@@ -69,37 +65,72 @@ pub async fn queues(field: &mut Field) -> anyhow::Result<Vec<Finding>> {
             size: 1024,
             targets,
         };
-        findings.extend(against_relay(field, "queues", what, load).await?);
+        let raced = against_floors(field, what, load, false, 3).await?;
+        findings.extend(against_relay(NAME, what, &raced, 0.9));
+        findings.extend(costs(NAME, what, &raced));
     }
     Ok(findings)
 }
 
-async fn against_relay(
-    field: &mut Field,
-    name: &'static str,
-    what: &str,
-    load: Load,
-) -> anyhow::Result<Vec<Finding>> {
-    let raced = against_floors(field, what, load, false, 3).await?;
-    let [ours, relay] = &raced[..] else {
+/// All sizes with Postgres on a core of its own: what the relay and we share is
+/// then the broker's, and what Postgres does is not taken from it.
+pub async fn apart(field: &mut Field) -> anyhow::Result<Vec<Finding>> {
+    const NAME: &str = "apart";
+    let Some(_apart) = Apart::arrange(&field.setup)? else {
+        progress(&format!("{NAME}: needs two cores and both services here"));
         return Ok(Vec::new());
     };
-    let relayed = format!("{what}, relay");
-    let mut findings = vec![
-        Finding::new(name, relayed, RATE, relay.rates.clone()),
+    let mut findings = Vec::new();
+    let kibibyte = (1 << 10, 10_000, 30_000);
+    for size in [SIZES[0], kibibyte, SIZES[1], SIZES[2]] {
+        let (what, load) = load_of(field, size.0, size.1, size.2);
+        let raced = against_floors(field, &format!("{NAME}: {what}"), load, false, 3).await?;
+        let reach = if size == kibibyte { 0.95 } else { 0.9 };
+        findings.extend(against_relay(NAME, &what, &raced, reach));
+    }
+    Ok(findings)
+}
+
+/// Sizes of messages, and how many of them in the quick and in the full form.
+const SIZES: [(usize, u32, u32); 3] = [
+    (64, 10_000, 50_000),
+    (16 << 10, 2_000, 10_000),
+    (256 << 10, 150, 1_000),
+];
+
+fn load_of(field: &Field, size: usize, quick: u32, full: u32) -> (String, Load) {
+    let load = Load {
+        count: field.pick(quick, full),
+        size,
+        targets: 1,
+    };
+    let size = match size {
+        bytes @ ..1024 => format!("{bytes} B"),
+        bytes => format!("{} KiB", bytes >> 10),
+    };
+    (format!("{size} to 1 queue"), load)
+}
+
+fn against_relay(name: &'static str, what: &str, raced: &[Raced], reach: f64) -> Vec<Finding> {
+    let [ours, relay, ..] = raced else {
+        return Vec::new();
+    };
+    vec![
+        Finding::new(name, format!("{what}, relay"), RATE, relay.rates.clone()),
         Finding::new(name, what, RATE, ours.rates.clone())
             .against("relay", &relay.rates)
-            .reach(Reach::AtLeast(0.9)),
-    ];
-    findings.extend(costs(name, what, ours, relay));
-    Ok(findings)
+            .reach(Reach::AtLeast(reach)),
+    ]
 }
 
 /// Why ours is slower than the relay: on a machine whose processors are all
 /// busy, what a message takes of them is what it takes.
-fn costs(name: &'static str, what: &str, ours: &Raced, relay: &Raced) -> [Finding; 4] {
+fn costs(name: &'static str, what: &str, raced: &[Raced]) -> Vec<Finding> {
+    let [ours, relay, ..] = raced else {
+        return Vec::new();
+    };
     let cost = |of: &str, way, part| cost(name, format!("{what}: all CPU, {of}"), way, part);
-    [
+    vec![
         cost("relay", relay, |cost| cost.machine),
         cost("ours", ours, |cost| cost.machine),
         cost("ours, RabbitMQ of it", ours, |cost| cost.rabbitmq),
