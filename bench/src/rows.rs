@@ -3,7 +3,7 @@
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, bail};
-use retry_scheduler::store::dispatch::CLAIM;
+use retry_scheduler::store::dispatch::{CLAIM, CLAIM_SETTINGS};
 use sqlx::{AssertSqlSafe, PgPool, Row, postgres::PgPoolOptions};
 use tokio::time::{Instant, sleep};
 
@@ -200,19 +200,17 @@ impl Rows {
 
     /// The plan of the statement that claims what is due.
     pub async fn claim_plan(&self, schema: &str) -> anyhow::Result<String> {
-        let mut connection = self.pool.acquire().await?;
-        let path = format!("SET search_path = {schema}");
-        sqlx::raw_sql(AssertSqlSafe(path))
-            .execute(&mut *connection)
+        let mut tx = self.pool.begin().await?;
+        let settings = format!("SET LOCAL search_path = {schema}; SELECT {CLAIM_SETTINGS}");
+        sqlx::raw_sql(AssertSqlSafe(settings))
+            .execute(&mut *tx)
             .await?;
         let lines: Vec<String> = sqlx::query_scalar(AssertSqlSafe(format!("EXPLAIN {CLAIM}")))
             .bind(500_i64)
             .bind(8_i64 << 20)
-            .fetch_all(&mut *connection)
+            .fetch_all(&mut *tx)
             .await?;
-        sqlx::raw_sql("RESET search_path")
-            .execute(&mut *connection)
-            .await?;
+        tx.rollback().await?;
         Ok(lines.join("\n"))
     }
 

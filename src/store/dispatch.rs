@@ -63,8 +63,16 @@ macro_rules! within_budget {
     };
 }
 
+/// For the transaction of a claim. Analyzed in a quiet hour, Postgres believes
+/// that nothing waits and that any index does; later that plan walks all that is
+/// due for each lane and sorts it. Without sorting, only the index that has the
+/// order is left. What must be sorted looks dear then, and dear statements are
+/// compiled each time, which takes far longer than to run them.
+pub const CLAIM_SETTINGS: &str =
+    "set_config('enable_sort', 'off', true), set_config('jit', 'off', true)";
+
 /// Claims the oldest that are due: `$1` rows at most, `$2` bytes of payload.
-/// Public for those who want to see its plan.
+/// Public for those who want to see its plan, as is the next one.
 pub const CLAIM: &str = concat!(
     "WITH ",
     oldest!(),
@@ -76,7 +84,7 @@ pub const CLAIM: &str = concat!(
 
 /// For when more is due than one claim takes: first a share for each lane, `$5`
 /// rows in all, then the oldest. A loose index scan finds the lanes after `$3`, `$4` of them.
-const CLAIM_FAIRLY: &str = concat!(
+pub const CLAIM_FAIRLY: &str = concat!(
     "WITH RECURSIVE lanes AS (
         (SELECT lane, 1::bigint AS n FROM retry_queue
          WHERE status = 'pending' AND lane > $3 ORDER BY lane LIMIT 1)
@@ -167,7 +175,7 @@ impl Store {
     /// Locks up to `rows` due rows, or as many as `bytes` of payload allow: the
     /// oldest.
     pub async fn claim(&self, rows: usize, bytes: usize) -> Result<Claim, StoreError> {
-        let mut tx = self.begin().await?;
+        let mut tx = self.begin(&self.begin_claim).await?;
         let claim = if Bug::DueByOwnClock.planted() {
             let own = format!("'{}'::timestamptz", chrono::Utc::now().to_rfc3339());
             AssertSqlSafe(CLAIM.replace("statement_timestamp()", &own)).into_sql_str()
@@ -178,7 +186,7 @@ impl Store {
         let found = tx.run(|c| query.fetch_all(c)).await?;
         if Bug::ClaimWithoutLock.planted() {
             tx.commit().await?;
-            tx = self.begin().await?;
+            tx = self.begin(&self.begin_claim).await?;
         }
         Claim::of(tx, &found, rows)
     }
@@ -192,7 +200,7 @@ impl Store {
         bytes: usize,
         at: &mut LaneCursor,
     ) -> Result<Claim, StoreError> {
-        let mut tx = self.begin().await?;
+        let mut tx = self.begin(&self.begin_claim).await?;
         let lanes = LANES.min(limit(rows));
         let shares = limit(rows) / 2;
         let query = sqlx::query(CLAIM_FAIRLY)
@@ -221,12 +229,15 @@ impl Store {
         let micros: Option<i64> = self
             .within(
                 sqlx::query_scalar(
-                    // By priority, as the index is ordered.
+                    // By priority, as the index is ordered. Not min(): where Postgres
+                    // believes that nothing waits, that walks all that does.
                     "SELECT (EXTRACT(EPOCH FROM LEAST(
-                         (SELECT min(next_retry_at) FROM retry_queue
-                          WHERE status = 'pending' AND priority = 0),
-                         (SELECT min(next_retry_at) FROM retry_queue
-                          WHERE status = 'pending' AND priority = 1)) - clock_timestamp())
+                         (SELECT next_retry_at FROM retry_queue
+                          WHERE status = 'pending' AND priority = 0
+                          ORDER BY next_retry_at LIMIT 1),
+                         (SELECT next_retry_at FROM retry_queue
+                          WHERE status = 'pending' AND priority = 1
+                          ORDER BY next_retry_at LIMIT 1)) - clock_timestamp())
                          * 1000000)::bigint",
                 )
                 .fetch_one(&self.pool),

@@ -88,6 +88,7 @@ pub struct Store {
     pool: PgPool,
     deadline: Duration,
     begin: Arc<str>,
+    begin_claim: Arc<str>,
     instance: Arc<str>,
 }
 
@@ -105,10 +106,12 @@ impl Store {
             .max_connections(settings.database_pool_size)
             .acquire_timeout(settings.database_timeout)
             .connect_lazy_with(options);
+        let begin = begin_statement(settings);
         Ok(Self {
             pool,
             deadline: settings.database_timeout,
-            begin: begin_statement(settings).into(),
+            begin_claim: format!("{begin}, {}", dispatch::CLAIM_SETTINGS).into(),
+            begin: begin.into(),
             instance: instance.into(),
         })
     }
@@ -152,7 +155,7 @@ impl Store {
     /// but not this, and neither does one without our tables. Writes a WAL
     /// record and no table.
     pub async fn prove_durable(&self) -> Result<(), StoreError> {
-        let mut tx = self.begin().await?;
+        let mut tx = self.begin(&self.begin).await?;
         tx.run(|c| sqlx::raw_sql(WRITES_NOTHING).execute(c)).await?;
         let probe =
             sqlx::query("SELECT pg_logical_emit_message(true, 'retry-scheduler', 'probe')::text");
@@ -172,9 +175,9 @@ impl Store {
         self.pool.close().await;
     }
 
-    async fn begin(&self) -> Result<Tx, StoreError> {
+    async fn begin(&self, statement: &str) -> Result<Tx, StoreError> {
         let mut tx = self.unbegun().await?;
-        let begin = sqlx::raw_sql(AssertSqlSafe(self.begin.to_string()));
+        let begin = sqlx::raw_sql(AssertSqlSafe(statement.to_owned()));
         tx.run(|c| begin.execute(c)).await?;
         Ok(tx)
     }

@@ -17,6 +17,7 @@ mod instances;
 mod losing;
 mod migrating;
 mod pipeline;
+mod plans;
 mod standing;
 mod stopping;
 mod strangers;
