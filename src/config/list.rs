@@ -50,7 +50,7 @@ pub const SETTINGS: &[Setting] = &[
     setting("DISPATCH_WORKERS", "2", "Batches in flight at once, each on its own connection."),
     setting("DISPATCH_BATCH", "500", "Most messages republished in one transaction."),
     setting("DISPATCH_BATCH_BYTES", "8388608", "Most payload bytes in one such batch; one message always fits."),
-    setting("CONFIRM_TIMEOUT_MS", "10000", "How long a published batch waits for the broker's confirms before it is rolled back."),
+    setting("CONFIRM_TIMEOUT_MS", "10000", "How long a published batch waits for the broker's confirms; what is not confirmed by then waits and is sent again."),
     setting("BROKER_TIMEOUT_MS", "5000", "Deadline of connecting, declaring, acknowledging and closing."),
     setting("BROKER_HEARTBEAT_SECONDS", "10", "AMQP heartbeat; a frozen broker is noticed after two."),
     setting("MAX_PAYLOAD_BYTES", "16777216", "A larger original payload is not retried but goes to review."),

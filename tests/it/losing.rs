@@ -434,19 +434,12 @@ async fn a_server_with_synchronous_commit_off_still_commits_our_writes_synchrono
     bed.migrate().await;
     sqlx::raw_sql(
         "DO $$ BEGIN EXECUTE format('ALTER DATABASE %I SET synchronous_commit = off',
-                                    current_database()); END $$;
-         CREATE TABLE witness (what TEXT, setting TEXT);
-         CREATE FUNCTION testify() RETURNS trigger LANGUAGE plpgsql AS $$
-         BEGIN
-             INSERT INTO witness VALUES (TG_OP, current_setting('synchronous_commit'));
-             RETURN NULL;
-         END $$;
-         CREATE TRIGGER testify AFTER INSERT OR UPDATE ON retry_queue
-             FOR EACH ROW EXECUTE FUNCTION testify();",
+                                    current_database()); END $$",
     )
     .execute(&bed.db)
     .await
     .expect("the server is unsafe");
+    bed.witness("synchronous_commit").await;
     let queue = bed.declare("target").await;
     let service = bed.start().await;
     bed.client
@@ -459,12 +452,8 @@ async fn a_server_with_synchronous_commit_off_still_commits_our_writes_synchrono
         .await
         .expect("a setting");
     assert_eq!(setting, "off", "for anybody else");
-    let witnessed: Vec<(String, String)> = sqlx::query_as("SELECT what, setting FROM witness")
-        .fetch_all(&bed.db)
-        .await
-        .expect("witnesses");
     let on = |what: &str| (what.to_owned(), "on".to_owned());
-    assert_eq!(witnessed, [on("INSERT"), on("UPDATE")]);
+    assert_eq!(bed.witnessed().await, [on("INSERT"), on("UPDATE")]);
     service.stop().await;
 }
 

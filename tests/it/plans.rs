@@ -102,32 +102,15 @@ async fn a_claim_walks_its_indexes_whatever_postgres_believes_of_the_table() {
 async fn only_a_claim_is_planned_without_sorting() {
     let bed = Bed::new().await;
     bed.migrate().await;
-    sqlx::raw_sql(
-        "CREATE TABLE witness (what TEXT, sort TEXT, jit TEXT);
-         CREATE FUNCTION testify() RETURNS trigger LANGUAGE plpgsql AS $$
-         BEGIN
-             INSERT INTO witness
-             VALUES (TG_OP, current_setting('enable_sort'), current_setting('jit'));
-             RETURN NULL;
-         END $$;
-         CREATE TRIGGER testify AFTER INSERT OR UPDATE ON retry_queue
-             FOR EACH ROW EXECUTE FUNCTION testify();",
-    )
-    .execute(&bed.db)
-    .await
-    .expect("a witness");
+    bed.witness("enable_sort").await;
     let queue = bed.declare("target").await;
     let service = bed.start().await;
     bed.client
         .send(&bed.intake(), &message(&queue, "body"))
         .await;
     bed.until_count(RETRIED, 1).await;
-    let witnessed: Vec<(String, String, String)> =
-        sqlx::query_as("SELECT what, sort, jit FROM witness")
-            .fetch_all(&bed.db)
-            .await
-            .expect("witnesses");
-    let saw = |what: &str, setting: &str| (what.into(), setting.into(), setting.into());
-    assert_eq!(witnessed, [saw("INSERT", "on"), saw("UPDATE", "off")]);
+    let saw = |what: &str, setting: &str| (what.to_owned(), setting.to_owned());
+    let wanted = [saw("INSERT", "on"), saw("UPDATE", "off")];
+    assert_eq!(bed.witnessed().await, wanted);
     service.stop().await;
 }

@@ -4,7 +4,7 @@ use std::{collections::HashMap, net::SocketAddr, process::Stdio, time::Duration}
 
 use devstack::Stack;
 use retry_scheduler::{app::App, config::Settings};
-use sqlx::{PgPool, postgres::PgPoolOptions};
+use sqlx::{AssertSqlSafe, PgPool, postgres::PgPoolOptions};
 use tokio::{sync::oneshot, task::JoinHandle};
 use uuid::Uuid;
 
@@ -215,6 +215,31 @@ impl Bed {
             (self.count(sql).await == wanted).then_some(())
         })
         .await;
+    }
+
+    /// Notes the value of a setting of Postgres at every write to the queue's table.
+    pub async fn witness(&self, setting: &str) {
+        sqlx::raw_sql(AssertSqlSafe(format!(
+            "CREATE TABLE witness (what TEXT, setting TEXT);
+             CREATE FUNCTION testify() RETURNS trigger LANGUAGE plpgsql AS $$
+             BEGIN
+                 INSERT INTO witness VALUES (TG_OP, current_setting('{setting}'));
+                 RETURN NULL;
+             END $$;
+             CREATE TRIGGER testify AFTER INSERT OR UPDATE ON retry_queue
+                 FOR EACH ROW EXECUTE FUNCTION testify();"
+        )))
+        .execute(&self.db)
+        .await
+        .expect("a witness");
+    }
+
+    /// What the witness saw: the kind of write, and the value.
+    pub async fn witnessed(&self) -> Vec<(String, String)> {
+        sqlx::query_as("SELECT what, setting FROM witness")
+            .fetch_all(&self.db)
+            .await
+            .expect("witnesses")
     }
 }
 
