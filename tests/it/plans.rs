@@ -38,6 +38,7 @@ async fn reads(bed: &Bed, statement: &str, types: &str, values: &str) -> Vec<Str
         .await
         .expect("forgotten");
     tx.rollback().await.expect("nothing changed");
+    assert!(!plan.iter().any(|line| line.contains("JIT")), "{plan:#?}");
     let scans = plan.iter().zip(plan.iter().skip(1));
     let scans = scans.filter(|(scan, _)| scan.contains(" on retry_queue"));
     scans
