@@ -3,7 +3,10 @@
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, bail};
-use retry_scheduler::store::dispatch::{CLAIM, CLAIM_SETTINGS};
+use retry_scheduler::store::{
+    PLAN_SETTINGS,
+    dispatch::{CLAIM, CLAIM_SETTINGS},
+};
 use sqlx::{AssertSqlSafe, PgPool, Row, postgres::PgPoolOptions};
 use tokio::time::{Instant, sleep};
 
@@ -201,7 +204,8 @@ impl Rows {
     /// The plan of the statement that claims what is due.
     pub async fn claim_plan(&self, schema: &str) -> anyhow::Result<String> {
         let mut tx = self.pool.begin().await?;
-        let settings = format!("SET LOCAL search_path = {schema}; SELECT {CLAIM_SETTINGS}");
+        let settings =
+            format!("SET LOCAL search_path = {schema}; SELECT {PLAN_SETTINGS}, {CLAIM_SETTINGS}");
         sqlx::raw_sql(AssertSqlSafe(settings))
             .execute(&mut *tx)
             .await?;

@@ -63,16 +63,14 @@ macro_rules! within_budget {
     };
 }
 
-/// For the transaction of a claim. Analyzed in a quiet hour, Postgres believes
-/// that nothing waits and that any index does; later that plan walks all that is
-/// due for each lane and sorts it. Without sorting, only the index that has the
-/// order is left. What must be sorted looks dear then, and dear statements are
-/// compiled each time, which takes far longer than to run them.
-pub const CLAIM_SETTINGS: &str =
-    "set_config('enable_sort', 'off', true), set_config('jit', 'off', true)";
+/// For the transaction of a claim, besides those of all. Analyzed in a quiet
+/// hour, Postgres believes that nothing waits and that any index does; later that
+/// plan walks all that is due for each lane and sorts it. Without sorting, only
+/// the index that has the order is left.
+pub const CLAIM_SETTINGS: &str = "set_config('enable_sort', 'off', true)";
 
 /// Claims the oldest that are due: `$1` rows at most, `$2` bytes of payload.
-/// Public for those who want to see its plan, as is the next one.
+/// Public for those who want to see its plan, as are some of the others.
 pub const CLAIM: &str = concat!(
     "WITH ",
     oldest!(),
@@ -124,7 +122,7 @@ const LANES: i64 = 64;
 
 /// One statement for the whole batch and its history. `clock_timestamp()`: the
 /// transaction began before the broker was asked.
-const SETTLE: &str = concat!(
+pub const SETTLE: &str = concat!(
     "WITH outcome AS (
         SELECT *
         FROM unnest($1::bigint[], $2::text[], $3::text[], $4::int[], $5::bigint[], $6::text[],

@@ -200,7 +200,7 @@ const INSERT: &str = concat!(
 
 /// A message that was sent back and failed again waits again. Its first failure
 /// and its expiry stay.
-const FAIL_AGAIN: &str = concat!(
+pub const FAIL_AGAIN: &str = concat!(
     incoming!(),
     ", updated AS (
         UPDATE retry_queue q
@@ -225,7 +225,7 @@ const FAIL_AGAIN: &str = concat!(
 
 /// Waits for whoever holds a row: the dispatcher may be just about to say that
 /// it was sent, and then this is not a duplicate but the next failure.
-const LOCK_KNOWN: &str = "
+pub const LOCK_KNOWN: &str = "
     SELECT q.id, q.message_id, q.status, q.retry_count,
            CASE WHEN q.status = 'pending'
                 THEN q.original_queue = i.queue AND sha256(q.original_payload) = i.digest

@@ -51,6 +51,13 @@ const WRITES_NOTHING: &str = "
 /// else may be the one to apply them.
 const HAS_SCHEMA: &str = "SELECT FROM retry_queue, retry_events LIMIT 0";
 
+/// For all transactions: their statements reach rows by their keys, and nothing
+/// else is ever right. Left free, Postgres reads a table whole that is small when
+/// it plans, and keeps to that while the table grows. Nor does it pay to compile.
+pub const PLAN_SETTINGS: &str = "\
+    set_config('enable_seqscan', 'off', true), set_config('enable_hashjoin', 'off', true), \
+    set_config('enable_mergejoin', 'off', true), set_config('jit', 'off', true)";
+
 /// Why the store did not do what it was asked.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
@@ -199,9 +206,9 @@ impl Store {
     }
 }
 
-/// `BEGIN` and the limits of the transaction in one round trip.
+/// `BEGIN` and the settings of the transaction in one round trip.
 ///
-/// Should this instance vanish, the limits free its locks. They are local to
+/// Should this instance vanish, the limits free its locks. All are local to
 /// the transaction: a pooler may hand the connection to others. A server with
 /// `synchronous_commit = off` would lose rows that we acknowledged.
 fn begin_statement(settings: &Settings) -> String {
@@ -211,7 +218,8 @@ fn begin_statement(settings: &Settings) -> String {
         "BEGIN; SELECT set_config('statement_timeout', '{statement}', true), \
          set_config('idle_in_transaction_session_timeout', '{idle}', true), \
          set_config('synchronous_commit', CASE current_setting('synchronous_commit') \
-         WHEN 'off' THEN 'on' ELSE current_setting('synchronous_commit') END, true)"
+         WHEN 'off' THEN 'on' ELSE current_setting('synchronous_commit') END, true), \
+         {PLAN_SETTINGS}"
     )
 }
 

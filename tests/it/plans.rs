@@ -1,7 +1,11 @@
-//! However the tables looked when Postgres last analyzed them, a claim walks its
-//! indexes and no more of them than it takes.
+//! However the tables looked when Postgres last analyzed them, a statement walks
+//! its index and no more of it than it takes.
 
-use retry_scheduler::store::dispatch::{CLAIM, CLAIM_FAIRLY, CLAIM_SETTINGS};
+use retry_scheduler::store::{
+    PLAN_SETTINGS,
+    dispatch::{CLAIM, CLAIM_FAIRLY, CLAIM_SETTINGS, SETTLE},
+    intake::{FAIL_AGAIN, LOCK_KNOWN},
+};
 use sqlx::AssertSqlSafe;
 
 use crate::support::{Bed, message};
@@ -17,17 +21,22 @@ fn rows(count: u32, status: &str) -> String {
     )
 }
 
-/// How Postgres reads the table for a statement it has prepared for any values.
-async fn reads(bed: &Bed, statement: &str, types: &str, values: &str) -> Vec<String> {
+/// How Postgres reads the queue's table for a statement it has prepared for any
+/// values: index and condition of each scan.
+async fn reads(bed: &Bed, settings: &str, statement: &str) -> Vec<String> {
     let mut tx = bed.db.begin().await.expect("a transaction");
     sqlx::raw_sql(AssertSqlSafe(format!(
-        "SELECT {CLAIM_SETTINGS};
+        "SELECT {settings};
          SET LOCAL plan_cache_mode = force_generic_plan;
-         PREPARE asked ({types}) AS {statement}"
+         PREPARE asked AS {statement}"
     )))
     .execute(&mut *tx)
     .await
     .expect("prepared");
+    let values = (1..)
+        .take_while(|n| statement.contains(&format!("${n}")))
+        .map(|_| "NULL");
+    let values = values.collect::<Vec<_>>().join(", ");
     let explain = AssertSqlSafe(format!("EXPLAIN EXECUTE asked ({values})"));
     let plan: Vec<String> = sqlx::query_scalar(explain)
         .fetch_all(&mut *tx)
@@ -40,7 +49,7 @@ async fn reads(bed: &Bed, statement: &str, types: &str, values: &str) -> Vec<Str
     tx.rollback().await.expect("nothing changed");
     assert!(!plan.iter().any(|line| line.contains("JIT")), "{plan:#?}");
     let scans = plan.iter().zip(plan.iter().skip(1));
-    let scans = scans.filter(|(scan, _)| scan.contains(" on retry_queue"));
+    let scans = scans.filter(|(scan, _)| scan.contains("Scan") && scan.contains(" on retry_queue"));
     scans
         .map(|(scan, condition)| {
             let index = scan.split_whitespace().skip_while(|word| *word != "using");
@@ -51,9 +60,10 @@ async fn reads(bed: &Bed, statement: &str, types: &str, values: &str) -> Vec<Str
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_claim_walks_its_indexes_whatever_postgres_believes_of_the_table() {
+async fn a_statement_walks_its_index_whatever_postgres_believes_of_the_table() {
     let bed = Bed::new().await;
     bed.migrate().await;
+    let of_a_claim = format!("{PLAN_SETTINGS}, {CLAIM_SETTINGS}");
     let oldest = [
         "idx_retry_next_retry Index Cond: ((priority = 0) AND (next_retry_at <= statement_timestamp()))",
         "idx_retry_next_retry Index Cond: ((priority = 1) AND (next_retry_at <= statement_timestamp()))",
@@ -61,6 +71,26 @@ async fn a_claim_walks_its_indexes_whatever_postgres_believes_of_the_table() {
     let lanes = [
         "idx_retry_lane Index Cond: (lane > $3)",
         "idx_retry_lane Index Cond: ((lane = l_1.lane) AND (next_retry_at <= statement_timestamp()))",
+    ];
+    let fairly: Vec<&str> = lanes.into_iter().chain(oldest).collect();
+    let statements = [
+        (CLAIM, &*of_a_claim, oldest.to_vec()),
+        (CLAIM_FAIRLY, &of_a_claim, fairly),
+        (
+            SETTLE,
+            &of_a_claim,
+            vec!["retry_queue_pkey Index Cond: (id = o.id)"],
+        ),
+        (
+            LOCK_KNOWN,
+            PLAN_SETTINGS,
+            vec!["retry_queue_message_id_key Index Cond: (message_id = i.message_id)"],
+        ),
+        (
+            FAIL_AGAIN,
+            PLAN_SETTINGS,
+            vec!["retry_queue_message_id_key Index Cond: (message_id = arrays.message_id)"],
+        ),
     ];
     let quiet_hour = format!(
         "{} VACUUM ANALYZE retry_queue; {} UPDATE retry_queue SET status = 'retried' WHERE \
@@ -72,7 +102,7 @@ async fn a_claim_walks_its_indexes_whatever_postgres_believes_of_the_table() {
         ("never analyzed", String::new()),
         (
             "a few rows",
-            format!("{} ANALYZE retry_queue", rows(5, "pending")),
+            format!("{} VACUUM ANALYZE retry_queue", rows(5, "pending")),
         ),
         ("a quiet hour", quiet_hour),
         (
@@ -87,31 +117,31 @@ async fn a_claim_walks_its_indexes_whatever_postgres_believes_of_the_table() {
                 .await
                 .expect(scene);
         }
-        let claim = reads(&bed, CLAIM, "bigint, bigint", "500, 8388608").await;
-        assert_eq!(claim, oldest, "{scene}");
-        let (types, values) = (
-            "bigint, bigint, int, bigint, bigint",
-            "500, 8388608, -2147483648, 64, 250",
-        );
-        let fairly = reads(&bed, CLAIM_FAIRLY, types, values).await;
-        let wanted: Vec<&str> = lanes.into_iter().chain(oldest).collect();
-        assert_eq!(fairly, wanted, "{scene}");
+        for (statement, settings, wanted) in &statements {
+            let found = reads(&bed, settings, statement).await;
+            assert_eq!(&found, wanted, "{scene}: {statement}");
+        }
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn only_a_claim_is_planned_without_sorting() {
-    let bed = Bed::new().await;
-    bed.migrate().await;
-    bed.witness("enable_sort").await;
-    let queue = bed.declare("target").await;
-    let service = bed.start().await;
-    bed.client
-        .send(&bed.intake(), &message(&queue, "body"))
-        .await;
-    bed.until_count(RETRIED, 1).await;
-    let saw = |what: &str, setting: &str| (what.to_owned(), setting.to_owned());
-    let wanted = [saw("INSERT", "on"), saw("UPDATE", "off")];
-    assert_eq!(bed.witnessed().await, wanted);
-    service.stop().await;
+async fn all_is_planned_by_key_and_only_a_claim_without_sorting() {
+    for (setting, storing, settling) in [
+        ("enable_seqscan", "off", "off"),
+        ("enable_sort", "on", "off"),
+    ] {
+        let bed = Bed::new().await;
+        bed.migrate().await;
+        bed.witness(setting).await;
+        let queue = bed.declare("target").await;
+        let service = bed.start().await;
+        bed.client
+            .send(&bed.intake(), &message(&queue, "body"))
+            .await;
+        bed.until_count(RETRIED, 1).await;
+        let saw = |what: &str, value: &str| (what.to_owned(), value.to_owned());
+        let wanted = [saw("INSERT", storing), saw("UPDATE", settling)];
+        assert_eq!(bed.witnessed().await, wanted, "{setting}");
+        service.stop().await;
+    }
 }
