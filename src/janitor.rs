@@ -17,6 +17,10 @@ use crate::{
 /// How often it looks around.
 const INTERVAL: Duration = Duration::from_secs(5);
 
+/// How often it looks for old rows when it last looked at all of them and removed
+/// none.
+const QUIET: Duration = Duration::from_secs(60);
+
 /// Counting takes longer with the backlog; it may take this part of the time.
 const DUTY: u32 = 50;
 
@@ -44,14 +48,19 @@ impl Janitor {
     /// Runs until cancelled.
     pub async fn run(self, cancelled: CancellationToken) {
         let mut walk = Walk::default();
+        let mut look_at = Instant::now();
         while !cancelled.is_cancelled() {
             let started = Instant::now();
             if let Err(e) = self.count().await {
                 self.failed(&e, "the backlog could not be counted");
             }
             let pause = INTERVAL.max(started.elapsed() * DUTY);
-            if let Err(e) = self.remove_old(&mut walk).await {
-                self.failed(&e, "old rows could not be removed");
+            if look_at <= Instant::now() {
+                match self.remove_old(&mut walk).await {
+                    Ok(0) if walk.is_at_start() => look_at = Instant::now() + QUIET,
+                    Ok(_) => {}
+                    Err(e) => self.failed(&e, "old rows could not be removed"),
+                }
             }
             cancelled
                 .run_until_cancelled(tokio::time::sleep(pause))
@@ -69,14 +78,17 @@ impl Janitor {
     }
 
     /// One round: over the tasks until the walk is at its start again, over
-    /// events and keys until none is old, each within its time.
-    pub async fn remove_old(&self, walk: &mut Walk) -> Result<(), StoreError> {
+    /// events and keys until none is old, each within its time. Returns how many
+    /// rows it removed.
+    pub async fn remove_old(&self, walk: &mut Walk) -> Result<u64, StoreError> {
+        let mut removed = 0;
         let started = Instant::now();
         let mut fruitful = started;
         loop {
             let tasks = self.store.remove_old_tasks(self.retention, walk, BATCH);
             let tasks = tasks.await?;
             self.removed("task", tasks);
+            removed += tasks;
             if tasks > 0 {
                 fruitful = Instant::now();
             }
@@ -91,8 +103,9 @@ impl Janitor {
             let keys = self.store.remove_expired_keys(BATCH).await?;
             self.removed("event", events);
             self.removed("idempotency_key", keys);
+            removed += events + keys;
             if events + keys == 0 || started.elapsed() > ROUND {
-                return Ok(());
+                return Ok(removed);
             }
         }
     }
