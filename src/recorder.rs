@@ -86,7 +86,7 @@ impl Recorder {
     pub async fn record(&self, arrivals: Vec<Arrived>) -> Result<(), StoreError> {
         let tasks: Vec<NewTask> = arrivals
             .into_iter()
-            .map(|arrived| wire::decode(arrived, &self.rules, Uuid::now_v7()))
+            .map(|arrived| wire::decode(arrived, &self.rules, Uuid::now_v7))
             .collect();
         match self.store_batch(&tasks).await {
             Err(StoreError::Data(e)) => {

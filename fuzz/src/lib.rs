@@ -60,7 +60,7 @@ fn decoded(body: &[u8], properties: &BasicProperties, source: Source) -> NewTask
         body: body.to_vec(),
         properties: properties.clone(),
     };
-    decode(arrived, rules(source), FRESH)
+    decode(arrived, rules(source), || FRESH)
 }
 
 /// Decodes a delivery and checks all that must hold of any task.

@@ -72,8 +72,8 @@ pub struct Arrived {
 }
 
 /// Understands a delivery; what cannot be understood or is not allowed becomes
-/// a task for review that holds it whole. `fresh` is an unused id.
-pub fn decode(arrived: Arrived, rules: &Rules, fresh: Uuid) -> NewTask {
+/// a task for review that holds it whole. `fresh` makes an unused id, for those that need one.
+pub fn decode(arrived: Arrived, rules: &Rules, fresh: fn() -> Uuid) -> NewTask {
     let Arrived { body, properties } = arrived;
     let understood = match rules.source {
         Source::RetryMessages => parse(&body, &properties).map(|message| (message, None)),
@@ -98,11 +98,11 @@ pub fn invalid(
     properties: &BasicProperties,
     problem: String,
     rules: &Rules,
-    fresh: Uuid,
+    fresh: fn() -> Uuid,
 ) -> NewTask {
     let policy = rules.book.choose("", &rules.intake_queue);
     NewTask {
-        message_id: fresh,
+        message_id: fresh(),
         producer_id: properties
             .message_id()
             .as_ref()
@@ -142,7 +142,7 @@ fn parse(body: &[u8], properties: &BasicProperties) -> Result<RetryMessage, Stri
     }
 }
 
-fn validate(message: RetryMessage, rules: &Rules, fresh: Uuid) -> Result<NewTask, String> {
+fn validate(message: RetryMessage, rules: &Rules, fresh: fn() -> Uuid) -> Result<NewTask, String> {
     let queue = queue_name(message.original_queue, &rules.allowed)?;
     let payload = message.original_payload;
     if payload.len() > rules.max_payload_bytes {
@@ -275,9 +275,9 @@ fn label(text: String) -> String {
 }
 
 /// A UUID stays; other text becomes one and is kept beside it.
-fn identify(id: String, fresh: Uuid) -> (Uuid, Option<String>) {
+fn identify(id: String, fresh: fn() -> Uuid) -> (Uuid, Option<String>) {
     if id.is_empty() {
-        return (fresh, None);
+        return (fresh(), None);
     }
     match Uuid::try_parse(&id) {
         Ok(uuid) => (uuid, None),
@@ -334,7 +334,7 @@ mod tests {
                 properties: BasicProperties::default(),
             },
             &rules(),
-            FRESH,
+            || FRESH,
         )
     }
 
@@ -470,7 +470,7 @@ mod tests {
                     properties: BasicProperties::default().with_message_id("mine".into()),
                 },
                 &rules(),
-                FRESH,
+                || FRESH,
             );
             assert_eq!(task.verdict, Some(Reason::Invalid));
             assert_eq!(task.payload, body);
@@ -508,7 +508,7 @@ mod tests {
                 body: message.encode_to_vec(),
                 properties: BasicProperties::default(),
             };
-            decode(arrived, &rules, FRESH).message_id
+            decode(arrived, &rules, || FRESH).message_id
         };
         assert_eq!(with("a", b"x"), with("b", b"x"));
         assert_ne!(with("a", b"x"), with("a", b"y"));
