@@ -70,11 +70,14 @@ impl Store {
             .within(
                 sqlx::query_as(
                     "WITH looked_at AS MATERIALIZED (
-                         SELECT id, status, settled_at FROM retry_queue
-                         WHERE id > $1 ORDER BY id LIMIT $2
+                         SELECT id, status <> 'pending' AND settled_at < now()
+                             - interval '1 millisecond' *
+                               CASE status WHEN 'retried' THEN $3 ELSE $4 END AS old
+                         FROM retry_queue WHERE id > $1 ORDER BY id LIMIT $2
                      ), old AS MATERIALIZED (
+                         -- Looked at again under its lock.
                          SELECT q.id FROM retry_queue q JOIN looked_at l USING (id)
-                         WHERE q.status <> 'pending'
+                         WHERE l.old AND q.status <> 'pending'
                            AND q.settled_at < now() - interval '1 millisecond' *
                                CASE q.status WHEN 'retried' THEN $3 ELSE $4 END
                          ORDER BY q.id
