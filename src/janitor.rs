@@ -17,8 +17,8 @@ use crate::{
 /// How often it looks around.
 const INTERVAL: Duration = Duration::from_secs(5);
 
-/// How often it looks for old rows when it last looked at all of them and removed
-/// none.
+/// How long it rests from removing after a round that found nothing old and came
+/// to the last task.
 const QUIET: Duration = Duration::from_secs(60);
 
 /// Counting takes longer with the backlog; it may take this part of the time.

@@ -144,7 +144,7 @@ pub const SETTLE: &str = concat!(
             settled_at = CASE WHEN o.status = 'pending' THEN q.settled_at
                               ELSE clock_timestamp() END
         FROM outcome o
-        WHERE q.id = o.id
+        WHERE q.id = o.id AND q.id = ANY($1)
         RETURNING o.event_type, o.delay_ms, o.error, ",
     changed!(),
     ") ",
@@ -173,7 +173,7 @@ impl Store {
     /// Locks up to `rows` due rows, or as many as `bytes` of payload allow: the
     /// oldest.
     pub async fn claim(&self, rows: usize, bytes: usize) -> Result<Claim, StoreError> {
-        let mut tx = self.begin(&self.begin_claim).await?;
+        let mut tx = self.begin_with(&self.begin_claim).await?;
         let claim = if Bug::DueByOwnClock.planted() {
             let own = format!("'{}'::timestamptz", chrono::Utc::now().to_rfc3339());
             AssertSqlSafe(CLAIM.replace("statement_timestamp()", &own)).into_sql_str()
@@ -184,7 +184,7 @@ impl Store {
         let found = tx.run(|c| query.fetch_all(c)).await?;
         if Bug::ClaimWithoutLock.planted() {
             tx.commit().await?;
-            tx = self.begin(&self.begin_claim).await?;
+            tx = self.begin_with(&self.begin_claim).await?;
         }
         Claim::of(tx, &found, rows)
     }
@@ -198,7 +198,7 @@ impl Store {
         bytes: usize,
         at: &mut LaneCursor,
     ) -> Result<Claim, StoreError> {
-        let mut tx = self.begin(&self.begin_claim).await?;
+        let mut tx = self.begin_with(&self.begin_claim).await?;
         let lanes = LANES.min(limit(rows));
         let shares = limit(rows) / 2;
         let query = sqlx::query(CLAIM_FAIRLY)

@@ -214,7 +214,7 @@ pub const FAIL_AGAIN: &str = concat!(
             tenant_id = d.tenant, correlation_id = d.correlation_id, trace_id = d.trace_id,
             priority = d.priority
         FROM due d
-        WHERE q.message_id = d.message_id
+        WHERE q.message_id = d.message_id AND q.message_id = ANY($1)
         RETURNING q.error_reason, ",
     changed!(),
     ") ",
@@ -232,19 +232,20 @@ pub const LOCK_KNOWN: &str = "
                 ELSE FALSE END AS same_message
     FROM unnest($1::uuid[], $2::text[], $3::bytea[]) AS i (message_id, queue, digest)
     JOIN retry_queue q USING (message_id)
+    WHERE q.message_id = ANY($1)
     ORDER BY q.message_id
     FOR UPDATE OF q";
 
 /// Raises counts where the arrival's is higher; a row whose budget is thereby
 /// spent need not wait any longer.
-const NOTE_DUPLICATES: &str = concat!(
+pub const NOTE_DUPLICATES: &str = concat!(
     "WITH updated AS (
         UPDATE retry_queue q
         SET retry_count = GREATEST(i.retry_count, q.retry_count),
             next_retry_at = CASE WHEN i.retry_count >= q.max_retries
                                  THEN LEAST(q.next_retry_at, now()) ELSE q.next_retry_at END
         FROM unnest($1::bigint[], $2::int[]) AS i (id, retry_count)
-        WHERE q.id = i.id
+        WHERE q.id = i.id AND q.id = ANY($1)
         RETURNING ",
     changed!(),
     ") ",

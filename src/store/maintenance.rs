@@ -35,6 +35,41 @@ impl Walk {
     }
 }
 
+/// Looks at the `$2` tasks after `$1`; those that have ended and are old are
+/// looked at again under their locks. Public for those who want to see its plan,
+/// as are the next ones.
+pub const REMOVE_TASKS: &str = "
+    WITH looked_at AS MATERIALIZED (
+        SELECT id, status <> 'pending' AND settled_at < now() - interval '1 millisecond' *
+                   CASE status WHEN 'retried' THEN $3::bigint ELSE $4 END AS old
+        FROM retry_queue WHERE id > $1 ORDER BY id LIMIT $2
+    ), old AS MATERIALIZED (
+        SELECT id FROM retry_queue
+        WHERE id = ANY(ARRAY(SELECT id FROM looked_at WHERE old))
+          AND status <> 'pending'
+          AND settled_at < now() - interval '1 millisecond' *
+                  CASE status WHEN 'retried' THEN $3::bigint ELSE $4 END
+        ORDER BY id
+        FOR UPDATE SKIP LOCKED
+    ), removed AS (
+        DELETE FROM retry_queue WHERE id = ANY(ARRAY(SELECT id FROM old)) RETURNING id
+    )
+    SELECT (SELECT max(id) FROM looked_at), (SELECT count(*) FROM looked_at),
+           (SELECT count(*) FROM removed)";
+
+/// Ids grow with time, so the oldest stand first.
+pub const REMOVE_EVENTS: &str = "
+    DELETE FROM retry_events WHERE id = ANY(ARRAY(
+        SELECT id FROM (SELECT id, at FROM retry_events ORDER BY id LIMIT $1) e
+        WHERE e.at < now() - $2 * interval '1 millisecond'))";
+
+/// By place: what is written meanwhile has another, and stays.
+pub const REMOVE_KEYS: &str = "
+    DELETE FROM idempotency_keys
+    WHERE expires_at <= now() AND ctid = ANY(ARRAY(
+        SELECT ctid FROM idempotency_keys WHERE expires_at <= now()
+        ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED))";
+
 impl Store {
     /// Counts what waits.
     pub async fn backlog(&self) -> Result<Backlog, StoreError> {
@@ -66,35 +101,14 @@ impl Store {
         walk: &mut Walk,
         rows: i64,
     ) -> Result<u64, StoreError> {
-        let (last, seen, removed): (Option<i64>, i64, i64) = self
-            .within(
-                sqlx::query_as(
-                    "WITH looked_at AS MATERIALIZED (
-                         SELECT id, status <> 'pending' AND settled_at < now()
-                             - interval '1 millisecond' *
-                               CASE status WHEN 'retried' THEN $3 ELSE $4 END AS old
-                         FROM retry_queue WHERE id > $1 ORDER BY id LIMIT $2
-                     ), old AS MATERIALIZED (
-                         -- Looked at again under its lock.
-                         SELECT q.id FROM retry_queue q JOIN looked_at l USING (id)
-                         WHERE l.old AND q.status <> 'pending'
-                           AND q.settled_at < now() - interval '1 millisecond' *
-                               CASE q.status WHEN 'retried' THEN $3 ELSE $4 END
-                         ORDER BY q.id
-                         FOR UPDATE OF q SKIP LOCKED
-                     ), removed AS (
-                         DELETE FROM retry_queue WHERE id IN (SELECT id FROM old) RETURNING id
-                     )
-                     SELECT (SELECT max(id) FROM looked_at), (SELECT count(*) FROM looked_at),
-                            (SELECT count(*) FROM removed)",
-                )
-                .bind(walk.0)
-                .bind(rows)
-                .bind(millis(retention.retried))
-                .bind(millis(retention.reviewed))
-                .fetch_one(&self.pool),
-            )
-            .await?;
+        let mut tx = self.begin().await?;
+        let query = sqlx::query_as(REMOVE_TASKS)
+            .bind(walk.0)
+            .bind(rows)
+            .bind(millis(retention.retried))
+            .bind(millis(retention.reviewed));
+        let (last, seen, removed): (Option<i64>, i64, i64) = tx.run(|c| query.fetch_one(c)).await?;
+        tx.commit().await?;
         *walk = match last {
             Some(last) if seen >= rows => Walk(last),
             _ => Walk::default(),
@@ -102,42 +116,27 @@ impl Store {
         Ok(removed.unsigned_abs())
     }
 
-    /// Removes up to `rows` of the oldest events that are too old. Ids grow with
-    /// time, so the oldest stand first.
+    /// Removes up to `rows` of the oldest events that are too old.
     pub async fn remove_old_events(
         &self,
         retention: Retention,
         rows: i64,
     ) -> Result<u64, StoreError> {
-        let removed = self
-            .within(
-                sqlx::query(
-                    "DELETE FROM retry_events WHERE id IN (
-                         SELECT id FROM (SELECT id, at FROM retry_events ORDER BY id LIMIT $1) e
-                         WHERE e.at < now() - $2 * interval '1 millisecond')",
-                )
-                .bind(rows)
-                .bind(millis(retention.events))
-                .execute(&self.pool),
-            )
-            .await?;
+        let mut tx = self.begin().await?;
+        let query = sqlx::query(REMOVE_EVENTS)
+            .bind(rows)
+            .bind(millis(retention.events));
+        let removed = tx.run(|c| query.execute(c)).await?;
+        tx.commit().await?;
         Ok(removed.rows_affected())
     }
 
     /// Removes up to `rows` expired idempotency keys.
     pub async fn remove_expired_keys(&self, rows: i64) -> Result<u64, StoreError> {
-        let removed = self
-            .within(
-                sqlx::query(
-                    "DELETE FROM idempotency_keys k USING (
-                         SELECT scope, key FROM idempotency_keys WHERE expires_at <= now()
-                         ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED) old
-                     WHERE k.scope = old.scope AND k.key = old.key AND k.expires_at <= now()",
-                )
-                .bind(rows)
-                .execute(&self.pool),
-            )
-            .await?;
+        let mut tx = self.begin().await?;
+        let query = sqlx::query(REMOVE_KEYS).bind(rows);
+        let removed = tx.run(|c| query.execute(c)).await?;
+        tx.commit().await?;
         Ok(removed.rows_affected())
     }
 }

@@ -217,6 +217,16 @@ impl Bed {
         .await;
     }
 
+    /// Runs statements one by one: some may not be in a transaction.
+    pub async fn arrange(&self, statements: &str) {
+        for statement in statements.split(';').filter(|s| !s.trim().is_empty()) {
+            sqlx::raw_sql(AssertSqlSafe(statement.to_owned()))
+                .execute(&self.db)
+                .await
+                .expect("arranged");
+        }
+    }
+
     /// Notes the value of a setting of Postgres at every write to the queue's table.
     pub async fn witness(&self, setting: &str) {
         sqlx::raw_sql(AssertSqlSafe(format!(
