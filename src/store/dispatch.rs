@@ -165,6 +165,17 @@ const LOOK: &str = "
     ORDER BY priority, next_retry_at
     LIMIT $1";
 
+/// By priority, as the index is ordered. Not min(): where Postgres believes that
+/// nothing waits, that walks all that does. Not prepared: alone, without settings
+/// of a transaction, it is planned each time for the table as it is.
+const NEXT_DUE: &str = "
+    SELECT (EXTRACT(EPOCH FROM LEAST(
+                (SELECT next_retry_at FROM retry_queue
+                 WHERE status = 'pending' AND priority = 0 ORDER BY next_retry_at LIMIT 1),
+                (SELECT next_retry_at FROM retry_queue
+                 WHERE status = 'pending' AND priority = 1 ORDER BY next_retry_at LIMIT 1))
+            - clock_timestamp()) * 1000000)::bigint AS us";
+
 /// Where a fair claim goes on next time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LaneCursor(Option<i32>);
@@ -224,23 +235,8 @@ impl Store {
 
     /// How long until the next row is due; zero when one is due already.
     pub async fn next_due(&self) -> Result<Option<Duration>, StoreError> {
-        let micros: Option<i64> = self
-            .within(
-                sqlx::query_scalar(
-                    // By priority, as the index is ordered. Not min(): where Postgres
-                    // believes that nothing waits, that walks all that does.
-                    "SELECT (EXTRACT(EPOCH FROM LEAST(
-                         (SELECT next_retry_at FROM retry_queue
-                          WHERE status = 'pending' AND priority = 0
-                          ORDER BY next_retry_at LIMIT 1),
-                         (SELECT next_retry_at FROM retry_queue
-                          WHERE status = 'pending' AND priority = 1
-                          ORDER BY next_retry_at LIMIT 1)) - clock_timestamp())
-                         * 1000000)::bigint",
-                )
-                .fetch_one(&self.pool),
-            )
-            .await?;
+        let row = self.within(sqlx::raw_sql(NEXT_DUE).fetch_one(&self.pool));
+        let micros: Option<i64> = row.await?.try_get("us")?;
         Ok(micros.map(|us| Duration::from_micros(u64::try_from(us).unwrap_or(0))))
     }
 }

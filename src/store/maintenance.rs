@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use sqlx::FromRow;
+
 use super::{Store, StoreError, millis};
 
 /// The backlog at one moment.
@@ -34,6 +36,12 @@ impl Walk {
         self == Self::default()
     }
 }
+
+/// Not prepared, so that it is planned each time for the table as it is.
+const BACKLOG: &str = "
+    SELECT count(*),
+           (EXTRACT(EPOCH FROM clock_timestamp() - min(next_retry_at)) * 1000000)::bigint
+    FROM retry_queue WHERE status = 'pending'";
 
 /// Looks at the `$2` tasks after `$1`; those that have ended and are old are
 /// looked at again under their locks. Public for those who want to see its plan,
@@ -73,17 +81,8 @@ pub const REMOVE_KEYS: &str = "
 impl Store {
     /// Counts what waits.
     pub async fn backlog(&self) -> Result<Backlog, StoreError> {
-        let (pending, late_us): (i64, Option<i64>) = self
-            .within(
-                sqlx::query_as(
-                    "SELECT count(*),
-                            (EXTRACT(EPOCH FROM clock_timestamp() - min(next_retry_at))
-                             * 1000000)::bigint
-                     FROM retry_queue WHERE status = 'pending'",
-                )
-                .fetch_one(&self.pool),
-            )
-            .await?;
+        let row = self.within(sqlx::raw_sql(BACKLOG).fetch_one(&self.pool));
+        let (pending, late_us) = <(i64, Option<i64>)>::from_row(&row.await?)?;
         Ok(Backlog {
             pending,
             oldest_due: Duration::from_micros(

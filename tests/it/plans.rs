@@ -1,8 +1,10 @@
 //! However the tables looked when Postgres last analyzed them, a statement walks
 //! its index and no more of it than it takes.
 
+use std::time::Duration;
+
 use retry_scheduler::store::{
-    PLAN_SETTINGS,
+    PLAN_SETTINGS, Store,
     dispatch::{CLAIM, CLAIM_FAIRLY, CLAIM_SETTINGS, SETTLE},
     idempotency::{ATTACH, HITS, LOOK_UP},
     intake::{FAIL_AGAIN, LOCK_KNOWN, NOTE_DUPLICATES},
@@ -10,7 +12,7 @@ use retry_scheduler::store::{
 };
 use sqlx::AssertSqlSafe;
 
-use crate::support::{Bed, message};
+use crate::support::{Bed, eventually, message};
 
 const RETRIED: &str = "SELECT count(*) FROM retry_queue WHERE status = 'retried'";
 
@@ -151,6 +153,29 @@ async fn a_batch_finds_its_rows_by_key_whatever_postgres_believes() {
             }
         }
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_next_due_moment_is_read_from_its_index_once_the_table_has_grown() {
+    let bed = Bed::new().await;
+    bed.migrate().await;
+    bed.arrange(&format!("{} VACUUM ANALYZE", rows(1, "pending")))
+        .await;
+    let store = Store::open(&bed.settings(), "test").expect("a store");
+    let ask = async || store.next_due().await.expect("an answer");
+    assert_eq!(ask().await, Some(Duration::ZERO));
+    bed.arrange(&rows(20_000, "pending")).await;
+    const READ: &str = "SELECT seq_tup_read FROM pg_stat_user_tables WHERE relname = 'retry_queue'";
+    const BY_INDEX: &str = "SELECT (idx_scan > 0)::int::bigint FROM pg_stat_user_indexes
+                            WHERE indexrelname = 'idx_retry_next_retry'";
+    let before = bed.count(READ).await;
+    eventually("the index is used", async || {
+        ask().await;
+        (bed.count(BY_INDEX).await == 1).then_some(())
+    })
+    .await;
+    let read = bed.count(READ).await - before;
+    assert!(read < 20_000, "{read} rows were read");
 }
 
 #[tokio::test(flavor = "multi_thread")]
