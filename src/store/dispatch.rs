@@ -143,8 +143,9 @@ pub const SETTLE: &str = concat!(
             error_reason = COALESCE(o.error, q.error_reason),
             settled_at = CASE WHEN o.status = 'pending' THEN q.settled_at
                               ELSE clock_timestamp() END
-        FROM outcome o
-        WHERE q.id = o.id AND q.id = ANY($1)
+        FROM outcome o",
+    place!("retry_queue", "id = o.id"),
+    "WHERE q.ctid = place.ctid
         RETURNING o.event_type, o.delay_ms, o.error, ",
     changed!(),
     ") ",

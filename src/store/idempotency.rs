@@ -43,33 +43,24 @@ const TAKE: &str = "
            OR (k.digest = EXCLUDED.digest AND k.retry_count < EXCLUDED.retry_count)
     RETURNING scope, key";
 
-/// Keys of a batch, each looked up in the index. `OFFSET 0` keeps it so: as a
-/// join, Postgres might begin with the table.
-macro_rules! keyed {
-    ($columns:literal) => {
-        concat!(
-            "CROSS JOIN LATERAL (SELECT ",
-            $columns,
-            " FROM idempotency_keys k WHERE k.scope = i.scope AND k.key = i.key OFFSET 0) k"
-        )
-    };
-}
-
 /// Public for those who want to see its plan, as are the next ones.
-pub const LOOK_UP: &str = concat!(
-    "SELECT k.scope, k.key, k.retry_count, k.digest
-    FROM unnest($1::text[], $2::text[]) AS i (scope, key) ",
-    keyed!("*")
-);
+pub const LOOK_UP: &str = "
+    SELECT k.* FROM unnest($1::text[], $2::text[]) AS i (scope, key)
+    CROSS JOIN LATERAL (
+        SELECT scope, key, retry_count, digest FROM idempotency_keys
+        WHERE scope = i.scope AND key = i.key OFFSET 0
+    ) k";
 
-/// By place, which cannot have changed: `TAKE` has locked all keys of the batch.
+/// `TAKE` has locked all keys of the batch.
 pub const ATTACH: &str = concat!(
     "WITH attached AS (
-        UPDATE idempotency_keys taken SET task_id = q.id
-        FROM unnest($1::text[], $2::text[], $3::uuid[]) AS i (scope, key, message_id) ",
-    keyed!("ctid"),
-    " JOIN retry_queue q ON q.message_id = i.message_id AND q.message_id = ANY($3)
-        WHERE taken.ctid = k.ctid
+        UPDATE idempotency_keys k SET task_id = q.id
+        FROM unnest($1::text[], $2::text[], $3::uuid[]) AS i (scope, key, message_id)
+        CROSS JOIN LATERAL (
+            SELECT * FROM retry_queue WHERE message_id = i.message_id OFFSET 0
+        ) q",
+    place!("idempotency_keys", "scope = i.scope AND key = i.key"),
+    "WHERE k.ctid = place.ctid
         RETURNING ",
     changed!(),
     ") ",
@@ -82,9 +73,12 @@ pub const HITS: &str = concat!(
     "WITH hit AS (
         SELECT ",
     changed!(),
-    " FROM unnest($1::text[], $2::text[]) AS i (scope, key) ",
-    keyed!("task_id"),
-    " CROSS JOIN LATERAL (SELECT * FROM retry_queue q WHERE q.id = k.task_id OFFSET 0) q
+    " FROM unnest($1::text[], $2::text[]) AS i (scope, key)
+        CROSS JOIN LATERAL (
+            SELECT task_id FROM idempotency_keys
+            WHERE scope = i.scope AND key = i.key OFFSET 0
+        ) k
+        CROSS JOIN LATERAL (SELECT * FROM retry_queue WHERE id = k.task_id OFFSET 0) q
     ) ",
     record_events!(from: "hit", event: "'idempotency'", detail: "'hit'", was: "c.status",
         delay_ms: "NULL", error: "NULL", instance: "$3"),

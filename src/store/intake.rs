@@ -213,8 +213,9 @@ pub const FAIL_AGAIN: &str = concat!(
             reason = d.reason, last_failed_at = now(), policy = d.policy, category = d.category,
             tenant_id = d.tenant, correlation_id = d.correlation_id, trace_id = d.trace_id,
             priority = d.priority
-        FROM due d
-        WHERE q.message_id = d.message_id AND q.message_id = ANY($1)
+        FROM due d",
+    place!("retry_queue", "message_id = d.message_id"),
+    "WHERE q.ctid = place.ctid
         RETURNING q.error_reason, ",
     changed!(),
     ") ",
@@ -224,17 +225,18 @@ pub const FAIL_AGAIN: &str = concat!(
 );
 
 /// Waits for whoever holds a row: the dispatcher may be just about to say that
-/// it was sent, and then this is not a duplicate but the next failure.
+/// it was sent, and then this is not a duplicate but the next failure. In order of
+/// id, as rows are stored.
 pub const LOCK_KNOWN: &str = "
     SELECT q.id, q.message_id, q.status, q.retry_count,
            CASE WHEN q.status = 'pending'
                 THEN q.original_queue = i.queue AND sha256(q.original_payload) = i.digest
                 ELSE FALSE END AS same_message
-    FROM unnest($1::uuid[], $2::text[], $3::bytea[]) AS i (message_id, queue, digest)
-    JOIN retry_queue q USING (message_id)
-    WHERE q.message_id = ANY($1)
-    ORDER BY q.message_id
-    FOR UPDATE OF q";
+    FROM (SELECT * FROM unnest($1::uuid[], $2::text[], $3::bytea[])
+              AS i (message_id, queue, digest) ORDER BY message_id) i
+    CROSS JOIN LATERAL (
+        SELECT * FROM retry_queue WHERE message_id = i.message_id FOR UPDATE
+    ) q";
 
 /// Raises counts where the arrival's is higher; a row whose budget is thereby
 /// spent need not wait any longer.
@@ -244,8 +246,9 @@ pub const NOTE_DUPLICATES: &str = concat!(
         SET retry_count = GREATEST(i.retry_count, q.retry_count),
             next_retry_at = CASE WHEN i.retry_count >= q.max_retries
                                  THEN LEAST(q.next_retry_at, now()) ELSE q.next_retry_at END
-        FROM unnest($1::bigint[], $2::int[]) AS i (id, retry_count)
-        WHERE q.id = i.id AND q.id = ANY($1)
+        FROM unnest($1::bigint[], $2::int[]) AS i (id, retry_count)",
+    place!("retry_queue", "id = i.id"),
+    "WHERE q.ctid = place.ctid
         RETURNING ",
     changed!(),
     ") ",

@@ -65,16 +65,15 @@ pub const REMOVE_TASKS: &str = "
     SELECT (SELECT max(id) FROM looked_at), (SELECT count(*) FROM looked_at),
            (SELECT count(*) FROM removed)";
 
-/// Ids grow with time, so the oldest stand first.
+/// Ids grow with time, so the oldest stand first. Events stay where they are.
 pub const REMOVE_EVENTS: &str = "
-    DELETE FROM retry_events WHERE id = ANY(ARRAY(
-        SELECT id FROM (SELECT id, at FROM retry_events ORDER BY id LIMIT $1) e
+    DELETE FROM retry_events WHERE ctid = ANY(ARRAY(
+        SELECT ctid FROM (SELECT ctid, at FROM retry_events ORDER BY id LIMIT $1) e
         WHERE e.at < now() - $2 * interval '1 millisecond'))";
 
-/// By place: what is written meanwhile has another, and stays.
+/// What is written meanwhile has another place, and stays.
 pub const REMOVE_KEYS: &str = "
-    DELETE FROM idempotency_keys
-    WHERE expires_at <= now() AND ctid = ANY(ARRAY(
+    DELETE FROM idempotency_keys WHERE ctid = ANY(ARRAY(
         SELECT ctid FROM idempotency_keys WHERE expires_at <= now()
         ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED))";
 

@@ -8,6 +8,8 @@
 //! Time is Postgres's throughout: durations come in, moments are made here.
 
 #[macro_use]
+mod place;
+#[macro_use]
 mod events;
 pub mod dispatch;
 pub mod idempotency;
@@ -53,9 +55,9 @@ const HAS_SCHEMA: &str = "SELECT FROM retry_queue, retry_events LIMIT 0";
 
 /// For all transactions. A table that is small when a statement is planned is
 /// read whole, and goes on being so while it grows: until the next ANALYZE, each
-/// batch would be compared with each row. So no table is read whole here, and
-/// statements that join one name its keys as well, so that no order of the join
-/// reads a whole index instead. Nor does it pay to compile them.
+/// row of a batch would be compared with each of the table. So no table is read
+/// whole here, and batches find their rows by `place!`, not by a join, which
+/// might begin with the table. Nor does it pay to compile them.
 pub const PLAN_SETTINGS: &str =
     "set_config('enable_seqscan', 'off', true), set_config('jit', 'off', true)";
 
