@@ -229,9 +229,12 @@ impl Dispatcher {
         if self.wake.has_come() {
             return Look::Claim;
         }
+        let due = self.store.next_due().await;
+        // Counted from the answer, not from the question: a claim that comes a hair
+        // too early finds nothing, and takes that for rows in others' hands.
         let now = Instant::now();
         let latest = now + self.poll_interval;
-        match self.store.next_due().await {
+        match due {
             Ok(Some(Duration::ZERO)) => {
                 // Not in its turn: another may see what falls due meanwhile.
                 drop(turn);
