@@ -15,7 +15,7 @@ use retry_scheduler::{
 };
 use uuid::Uuid;
 
-use crate::support::Bed;
+use crate::support::{Bed, eventually};
 
 fn recorder(bed: &Bed, store: &Store) -> Recorder {
     let settings = bed.settings();
@@ -348,4 +348,43 @@ async fn what_expired_and_cannot_be_sent_waits_like_all_else() {
     let id = claim.tasks[0].id;
     claim.settle(&[(id, &end)]).await.unwrap();
     assert_eq!(store.claim(10, 1 << 20).await.unwrap().tasks.len(), 0);
+}
+
+/// The consumer may fail before the dispatcher has written that it was sent.
+/// Taken for a duplicate of what waits, that failure would be lost.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_fails_again_before_it_is_settled_waits_again() {
+    let bed = Bed::new().await;
+    bed.migrate().await;
+    let store = Store::open(&bed.settings(), "test").unwrap();
+    let recorder = recorder(&bed, &store);
+    let id = Uuid::now_v7();
+    let failure = || Arrived {
+        body: RetryMessage {
+            message_id: id.to_string(),
+            original_queue: "q".into(),
+            ..Default::default()
+        }
+        .encode_to_vec(),
+        properties: Default::default(),
+    };
+    recorder.record(vec![failure()]).await.unwrap();
+    let claim = eventually("it is due", async || {
+        let claim = store.claim(10, 1 << 20).await.unwrap();
+        (claim.tasks.len() == 1).then_some(claim)
+    })
+    .await;
+    let again = tokio::spawn({
+        let (recorder, failure) = (recorder.clone(), failure());
+        async move { recorder.record(vec![failure]).await }
+    });
+    let waiting = "SELECT count(*) FROM pg_stat_activity
+                   WHERE datname = current_database() AND wait_event_type = 'Lock'";
+    bed.until_count(waiting, 1).await;
+    let end = Settlement::Retried { retry_count: 1 };
+    let task = claim.tasks[0].id;
+    claim.settle(&[(task, &end)]).await.unwrap();
+    again.await.unwrap().unwrap();
+    let waits = "SELECT count(*) FROM retry_queue WHERE status = 'pending' AND retry_count = 1";
+    assert_eq!(bed.count(waits).await, 1);
 }
