@@ -115,7 +115,6 @@ impl Control {
             .env_remove("RETRY_PLANT")
             .envs(self.bug.iter().map(|bug| ("RETRY_PLANT", bug)))
             .stdin(Stdio::null())
-            .stderr(Stdio::null())
             .kill_on_drop(true);
         let output = campaign.output().await?;
         let said = String::from_utf8_lossy(&output.stdout);
@@ -125,6 +124,9 @@ impl Control {
         let word = if caught { "caught" } else { "MISSED" };
         let name = self.name.trim();
         println!("{word}  {name}: {last} ({})", output.status);
+        if !caught {
+            print!("{said}{}", String::from_utf8_lossy(&output.stderr));
+        }
         Ok(caught)
     }
 }

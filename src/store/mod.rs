@@ -216,11 +216,15 @@ impl Store {
 /// `BEGIN` and the settings of the transaction in one round trip.
 ///
 /// Should this instance vanish, the limits free its locks. All are local to
-/// the transaction: a pooler may hand the connection to others. A server with
-/// `synchronous_commit = off` would lose rows that we acknowledged.
+/// the transaction: a pooler may hand the connection to others. Postgres gives a
+/// statement up a little before we give up Postgres: its answer says which of the
+/// two it was. A server with `synchronous_commit = off` would lose rows that we
+/// acknowledged.
 fn begin_statement(settings: &Settings) -> String {
-    let statement = settings.database_timeout.as_millis();
-    let idle = settings.confirm_timeout.as_millis() + statement;
+    let deadline = settings.database_timeout.as_millis();
+    // None at all would be without limit.
+    let statement = (deadline * 9 / 10).max(1);
+    let idle = settings.confirm_timeout.as_millis() + deadline;
     format!(
         "BEGIN; SELECT set_config('statement_timeout', '{statement}', true), \
          set_config('idle_in_transaction_session_timeout', '{idle}', true), \

@@ -115,7 +115,7 @@ async fn nothing_is_asked_of_postgres_that_a_pooler_in_transaction_mode_cannot_k
     let said = |what: &str| log.to_lowercase().contains(what);
     // The log is of what it should be: the lock and the limits of a transaction.
     assert!(said("pg_advisory_xact_lock"), "the migration lock");
-    assert!(said("set_config('statement_timeout', '15000', true)"));
+    assert!(said("set_config('statement_timeout', '13500', true)"));
     assert!(said("for update skip locked"), "the claim");
     for session in [
         "pg_advisory_lock(",
