@@ -23,7 +23,7 @@ const BUGS: [(Bug, &str, &str); 10] = [
     ),
     (
         Bug::TrustLostCommit,
-        "--faults 6 --only pg-commit-unsent",
+        "--faults 16 --only pg-commit-unsent",
         "lost: ",
     ),
     (
