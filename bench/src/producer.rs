@@ -16,6 +16,9 @@ use crate::field::target;
 /// Unconfirmed messages a producer leaves behind it.
 const WINDOW: usize = 1000;
 
+/// The value of `next_retry_at_ms` that leaves it to the policy when a message is due.
+const NO_DUE_MOMENT: i64 = 0;
+
 /// So many messages of such a size to so many queues.
 #[derive(Clone, Copy, Debug)]
 pub struct Load {
@@ -59,7 +62,7 @@ impl Producer {
             if window.len() == WINDOW {
                 confirmed(window.pop_front()).await?;
             }
-            let sent = self.publish(entry, shape, payload, number % load.targets);
+            let sent = self.publish(entry, shape, payload, number % load.targets, NO_DUE_MOMENT);
             window.push_back(sent.await?);
         }
         while !window.is_empty() {
@@ -77,7 +80,22 @@ impl Producer {
         to: u32,
     ) -> anyhow::Result<()> {
         let payload = payload(run, number, 1024);
-        self.publish(entry, Shape::RetryMessage, payload, to)
+        self.publish(entry, Shape::RetryMessage, payload, to, NO_DUE_MOMENT)
+            .await?;
+        Ok(())
+    }
+
+    /// Publishes one message that is to reach the first target at `due_ms`, in Unix time. Does not
+    /// wait for the confirm.
+    pub async fn send_due_at(
+        &self,
+        entry: &str,
+        run: u32,
+        number: u32,
+        due_ms: i64,
+    ) -> anyhow::Result<()> {
+        let payload = payload(run, number, 1024);
+        self.publish(entry, Shape::RetryMessage, payload, 0, due_ms)
             .await?;
         Ok(())
     }
@@ -88,6 +106,7 @@ impl Producer {
         shape: Shape,
         payload: Vec<u8>,
         to: u32,
+        due_ms: i64,
     ) -> anyhow::Result<PublisherConfirm> {
         let id = Uuid::new_v4().to_string();
         let body = match shape {
@@ -98,6 +117,7 @@ impl Producer {
                 original_queue: target(to),
                 error_reason: "upstream timed out".into(),
                 max_retries: 3,
+                next_retry_at_ms: due_ms,
                 ..RetryMessage::default()
             }
             .encode_to_vec(),

@@ -6,6 +6,7 @@ mod drift;
 mod footprint;
 mod growth;
 mod instances;
+mod requirements;
 mod throughput;
 pub mod versus;
 
@@ -16,6 +17,8 @@ use crate::{field::Field, finding::Finding};
 /// A scenario, in the order they run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Scenario {
+    /// The specified rates, 50 a second sustained and 200 in a burst, and the specified lateness
+    Requirements,
     /// 1 KiB from producer to row to queue, against relay and TTL/DLX
     Throughput,
     /// The same at 64 B, 16 KiB and 256 KiB (in the full form)
@@ -62,6 +65,7 @@ impl Scenario {
 
     pub async fn run(self, field: &mut Field) -> anyhow::Result<Vec<Finding>> {
         match self {
+            Self::Requirements => requirements::run(field).await,
             Self::Throughput => throughput::run(field).await,
             Self::Sizes => throughput::sizes(field).await,
             Self::Queues => throughput::queues(field).await,
