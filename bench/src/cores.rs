@@ -1,5 +1,5 @@
-//! Postgres on a core of its own and all else on the others: as near as one
-//! machine comes to a database that has a machine of its own.
+//! Binds Postgres to one core and everything else to the others. On one machine this comes nearest
+//! to a database that has a machine of its own.
 
 use std::{fs, path::Path, process::Command};
 
@@ -8,14 +8,16 @@ use url::Url;
 
 use crate::scheduler::Setup;
 
-/// Holds for what is started later, too. Dropped, all may run everywhere again.
+/// The processes that are bound to cores. A process that they start later inherits the binding.
+/// When this is dropped, they may run on all cores again.
 pub struct Apart {
     processes: Vec<u32>,
     everywhere: String,
 }
 
 impl Apart {
-    /// `None` where it cannot be: one core only, or services elsewhere.
+    /// Returns `None` if there is only one core, or if the process of a service cannot be found on
+    /// this machine.
     pub fn arrange(setup: &Setup) -> anyhow::Result<Option<Self>> {
         let status = fs::read_to_string("/proc/self/status")?;
         let allowed = status
@@ -61,7 +63,7 @@ impl Drop for Apart {
     }
 }
 
-/// All threads of a process. One that has ended needs no core.
+/// Binds all threads of a process. It is no error if the process has ended.
 fn bind(process: u32, cores: &str) -> anyhow::Result<()> {
     let told = Command::new("taskset")
         .args(["--all-tasks", "--cpu-list", "--pid", cores])
@@ -76,7 +78,7 @@ fn bind(process: u32, cores: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// `0-2,5` as numbers.
+/// Parses the kernel's notation of a list of processors, such as `0-2,5`.
 fn cores(list: &str) -> Vec<u32> {
     let ranges = list.split(',').filter_map(|range| {
         let (first, last) = range.split_once('-').unwrap_or((range, range));
@@ -85,7 +87,7 @@ fn cores(list: &str) -> Vec<u32> {
     ranges.flatten().collect()
 }
 
-/// The process of this machine that listens where `url` points to.
+/// Finds the process on this machine that listens on the port of `url`.
 fn listener(url: &str, default_port: u16) -> anyhow::Result<Option<u32>> {
     let url = Url::parse(url)?;
     let here = ["localhost", "127.0.0.1", "[::1]"];
@@ -99,7 +101,7 @@ fn listener(url: &str, default_port: u16) -> anyhow::Result<Option<u32>> {
         sockets.extend(table.lines().filter_map(|line| listening(line, port)));
     }
     for process in processes()? {
-        // Another user's, or just ended.
+        // The files of another user's process cannot be read, nor those of one that has ended.
         let Ok(files) = fs::read_dir(format!("/proc/{process}/fd")) else {
             continue;
         };
@@ -113,7 +115,8 @@ fn listener(url: &str, default_port: u16) -> anyhow::Result<Option<u32>> {
     Ok(None)
 }
 
-/// The socket of a line of `/proc/net/tcp`, if it listens on `port`.
+/// The socket that a line of `/proc/net/tcp` describes, if it listens on `port`, in the spelling of
+/// the links in `/proc/PID/fd`.
 fn listening(line: &str, port: u16) -> Option<String> {
     const LISTEN: &str = "0A";
     let fields: Vec<&str> = line.split_whitespace().collect();

@@ -1,4 +1,5 @@
-//! Where everything stands: both services, the ends of the way, and how to run.
+//! What all scenarios share: the connections to both services, the queues and schemas, and the way
+//! to send a load and measure its rate.
 
 use std::{
     cell::Cell,
@@ -28,18 +29,18 @@ use crate::{
     scheduler::{Scheduler, Setup},
 };
 
-/// The relay's queue.
+/// The queue that the relay consumes.
 pub const RELAY: &str = "bench.relay";
 
-/// The queue whose messages expire into the first target.
+/// The queue whose messages expire into the first target queue.
 pub const DELAY: &str = "bench.delay";
 
-/// The queues that messages go back to.
+/// The name of a target queue: a queue that messages go back to.
 pub fn target(number: u32) -> String {
     format!("bench.target.{number}")
 }
 
-/// A schema and an intake queue: what one set of instances shares.
+/// A database schema and an intake queue. Instances that share them work on the same messages.
 #[derive(Clone, Debug)]
 pub struct Lane {
     pub schema: String,
@@ -55,12 +56,13 @@ impl Lane {
     }
 }
 
-/// A way from the producer to the inbox.
+/// A way that messages take from the producer to the inbox: through the service or through a floor.
 pub struct Way {
-    /// Where messages are published.
+    /// The queue that messages are published to.
     pub entry: String,
     pub shape: Shape,
-    /// Ours: a run is over when its rows are settled, too.
+    /// Set if the way leads through the service. A run is then over only when its rows are settled,
+    /// too.
     pub lane: Option<Lane>,
 }
 
@@ -90,7 +92,7 @@ impl Way {
     }
 }
 
-/// What the rounds of one way showed.
+/// What was measured on one way, one value a round.
 #[derive(Clone, Debug, Default)]
 pub struct Raced {
     /// Messages a second.
@@ -105,9 +107,10 @@ pub struct Field {
     pub setup: Setup,
     pub rows: Rows,
     pub producer: Producer,
-    /// For queues, and for nothing that could close it.
+    /// Declares and deletes queues. Nothing else uses it, because the broker closes a channel on
+    /// which something fails.
     pub channel: Channel,
-    /// The name and version of the broker.
+    /// The name and version of the broker, for the report.
     pub broker: String,
     sending: Connection,
     receiving: Connection,
@@ -148,18 +151,19 @@ impl Field {
         })
     }
 
-    /// Rounds in the quick form; more in the full one.
+    /// The number of rounds: what `--rounds` says, else `quick` in the quick form and 7 in the full
+    /// one.
     pub fn rounds(&self, quick: usize) -> usize {
         let default = if self.full { 7 } else { quick };
         self.rounds.unwrap_or(default).max(1)
     }
 
-    /// One number for the quick form, another for the full one.
+    /// Returns the value that is meant for the form that runs.
     pub fn pick<T>(&self, quick: T, full: T) -> T {
         if self.full { full } else { quick }
     }
 
-    /// An empty schema and an empty intake queue.
+    /// Creates an empty schema, an empty intake queue and an empty review queue.
     pub async fn lane(&mut self, name: &str) -> anyhow::Result<Lane> {
         let lane = Lane::named(name);
         self.rows.empty_schema(&lane.schema).await?;
@@ -170,19 +174,19 @@ impl Field {
         Ok(lane)
     }
 
-    /// An empty queue.
+    /// Creates an empty queue. A queue of the same name is deleted first.
     pub async fn queue(&mut self, name: &str, arguments: FieldTable) -> anyhow::Result<()> {
         delete(&self.channel, name).await?;
         self.queues.push(name.to_owned());
         declare(&self.channel, name, arguments).await
     }
 
-    /// An inbox for the first `count` targets, which are made empty.
+    /// Creates the first `count` target queues, empty, and consumes them.
     pub async fn inbox(&mut self, count: u32) -> anyhow::Result<Inbox> {
         self.inbox_of(0..count).await
     }
 
-    /// An inbox for some targets, which are made empty.
+    /// Creates the target queues of these numbers, empty, and consumes them.
     pub async fn inbox_of(&mut self, numbers: std::ops::Range<u32>) -> anyhow::Result<Inbox> {
         let queues: Vec<String> = numbers.map(target).collect();
         for queue in &queues {
@@ -191,7 +195,7 @@ impl Field {
         Inbox::open(&self.receiving, &queues).await
     }
 
-    /// Starts a scheduler on a lane.
+    /// Starts a scheduler on a lane and waits until it is ready.
     pub async fn scheduler(
         &self,
         lane: &Lane,
@@ -200,14 +204,14 @@ impl Field {
         Scheduler::start(&self.setup, &lane.schema, &lane.intake, settings).await
     }
 
-    /// A number that no other run has.
+    /// Returns a new number, by which the messages of one run are told from those of another.
     pub fn run(&self) -> u32 {
         self.runs.update(|runs| runs + 1);
         self.runs.get()
     }
 
-    /// Sends a load one way: messages a second, from the first publish to the
-    /// last arrival.
+    /// Sends a load one way and returns messages a second, from the first publish to the last
+    /// arrival.
     pub async fn race(&self, way: &Way, load: Load, inbox: &mut Inbox) -> anyhow::Result<f64> {
         let run = self.run();
         let started = Instant::now();
@@ -223,7 +227,8 @@ impl Field {
         Ok(f64::from(load.count) / seconds)
     }
 
-    /// Sends a load each way in turn, beginning with another one each round.
+    /// Sends a load each way in turn, for several rounds, after a warm-up. Each round begins with
+    /// another way, so that none has the advantage of its place.
     pub async fn races(
         &self,
         name: &str,
@@ -254,7 +259,7 @@ impl Field {
         Ok(raced)
     }
 
-    /// Removes what was made.
+    /// Deletes the queues and schemas that were created, and closes the connections.
     pub async fn close(mut self) -> anyhow::Result<()> {
         progress("");
         for queue in std::mem::take(&mut self.queues) {
@@ -272,7 +277,8 @@ impl Field {
     }
 }
 
-/// Built into the same directory as this program.
+/// The scheduler to measure: the one that `--binary` names, else the one that was built into the
+/// directory of this program.
 fn binary(args: &Args) -> anyhow::Result<PathBuf> {
     let binary = match &args.binary {
         Some(path) => path.clone(),
@@ -300,7 +306,8 @@ async fn connect(url: &str) -> anyhow::Result<Connection> {
         .context("connecting to RabbitMQ (RABBITMQ_URL)")
 }
 
-/// The broker's first frame names its version, in clear text if it has no TLS.
+/// The broker names its version in its first frame, before any login. Over TLS it cannot be read
+/// this way, and is left out.
 async fn broker_version(url: &str) -> anyhow::Result<String> {
     const KEY: &[u8] = b"\x07versionS\0\0\0";
     let url = Url::parse(url).context("RABBITMQ_URL")?;
@@ -335,8 +342,8 @@ async fn delete(channel: &Channel, name: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Says what is going on: one line that is written anew on a terminal, a line
-/// each elsewhere. Nothing takes it away.
+/// Shows on stderr what is being measured: on a terminal in one line that is overwritten, elsewhere
+/// as a new line. An empty text clears the line of the terminal.
 pub fn progress(text: &str) {
     let mut to = std::io::stderr();
     let _ = match (to.is_terminal(), text) {

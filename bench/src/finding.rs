@@ -1,6 +1,6 @@
-//! What was found: samples, what they are held against, and what they should reach.
+//! A finding: what was measured, what it is compared with, and the number it should reach.
 
-/// A number to reach.
+/// The aim of a finding.
 #[derive(Clone, Copy, Debug)]
 pub enum Reach {
     AtLeast(f64),
@@ -23,9 +23,9 @@ pub struct Finding {
     pub what: String,
     pub unit: &'static str,
     pub samples: Vec<f64>,
-    /// Its floor's name, and the ratio to it in each round.
+    /// The name of what it is compared with, and the ratio to that in each round.
     pub against: Option<(String, Vec<f64>)>,
-    /// For the ratio if there is one, else for the samples.
+    /// The aim: for the ratios if there are any, else for the samples.
     pub reach: Option<Reach>,
 }
 
@@ -46,7 +46,7 @@ impl Finding {
         }
     }
 
-    /// Held against a floor measured in the same rounds.
+    /// Compares each sample with the floor's sample of the same round.
     pub fn against(mut self, floor: impl Into<String>, samples: &[f64]) -> Self {
         let ratios = self.samples.iter().zip(samples).map(|(a, b)| a / b);
         self.against = Some((floor.into(), ratios.collect()));
@@ -58,7 +58,7 @@ impl Finding {
         self
     }
 
-    /// What the reach is about.
+    /// What the aim is for: the ratios if there are any, else the samples.
     pub fn judged(&self) -> Spread {
         match &self.against {
             Some((_, ratios)) => Spread::of(ratios),
@@ -66,13 +66,13 @@ impl Finding {
         }
     }
 
-    /// `None` where there is nothing to reach.
+    /// Whether the median reaches the aim; `None` if there is no aim.
     pub fn is_met(&self) -> Option<bool> {
         Some(self.reach?.is_met_by(self.judged().median))
     }
 }
 
-/// The middle of some samples, and how far they lie apart.
+/// The median of some samples, and how far they lie apart.
 #[derive(Clone, Copy, Debug)]
 pub struct Spread {
     pub median: f64,
@@ -90,7 +90,8 @@ impl Spread {
     }
 }
 
-/// Interpolated between the two nearest; 0 of nothing.
+/// The value that the share `q` of the samples lies below, interpolated between the two samples
+/// nearest to it; 0 if there are no samples.
 pub fn quantile(samples: &[f64], q: f64) -> f64 {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);

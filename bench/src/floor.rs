@@ -1,4 +1,4 @@
-//! The floors: what the same messages cost without us.
+//! The floors: what the broker does with the same messages when the service is not there.
 
 use std::{
     process::{Child, Command, Stdio},
@@ -23,21 +23,21 @@ use tokio::time::{Instant, sleep, timeout_at};
 
 use crate::field::{RELAY, target};
 
-/// As retry-scheduler's defaults: two publishers, a window of 1,000 deliveries
-/// in all, batches of 500. They wait less long for more: there is no transaction
-/// to fill.
+/// The relay has what retry-scheduler has by default: two publishers, 1,000 unacknowledged
+/// deliveries in all, batches of 500. Only its linger is shorter: waiting for a larger batch pays
+/// where a batch costs a transaction, and the relay has none.
 const WORKERS: u16 = 2;
 const PREFETCH: u16 = 500;
 const BATCH: usize = 500;
 const LINGER: Duration = Duration::from_millis(5);
 
-/// The relay as a process. Dropped, it is killed.
+/// The relay, as a process of its own that is killed when this is dropped.
 pub struct Relay {
     child: Child,
 }
 
 impl Relay {
-    /// Starts it; returns when it has subscribed.
+    /// Starts the relay and returns when its workers have subscribed.
     pub async fn start(rabbitmq_url: &str, channel: &Channel) -> anyhow::Result<Self> {
         let child = Command::new(std::env::current_exe()?)
             .args(["--relay", RELAY])
@@ -68,7 +68,7 @@ impl Drop for Relay {
     }
 }
 
-/// Is the relay, until killed.
+/// Runs as the relay until the process is killed.
 pub async fn relay(queue: &str) -> anyhow::Result<()> {
     let url = std::env::var("RABBITMQ_URL").context("RABBITMQ_URL")?;
     let workers = (0..WORKERS).map(|_| relay_worker(&url, queue));
@@ -76,7 +76,7 @@ pub async fn relay(queue: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Separate connections to consume and to publish, as ours.
+/// Consumes on one connection and publishes on another, as retry-scheduler does.
 async fn relay_worker(url: &str, queue: &str) -> anyhow::Result<()> {
     let incoming = Connection::connect(url, ConnectionProperties::default()).await?;
     let outgoing = Connection::connect(url, ConnectionProperties::default()).await?;
@@ -113,7 +113,8 @@ async fn relay_worker(url: &str, queue: &str) -> anyhow::Result<()> {
     bail!("RabbitMQ ended the relay's subscription")
 }
 
-/// As ours: all are handed to lapin before one is waited for.
+/// Publishes a batch as retry-scheduler does: all messages are handed to lapin before the first
+/// confirm is waited for.
 async fn pass_on(publisher: &Channel, batch: &[Delivery]) -> anyhow::Result<()> {
     let messages: Vec<RetryMessage> = batch
         .iter()
@@ -154,8 +155,7 @@ async fn pass_on(publisher: &Channel, batch: &[Delivery]) -> anyhow::Result<()> 
     Ok(())
 }
 
-/// The arguments of a queue whose messages go to the first target after a
-/// millisecond.
+/// The arguments of a queue whose messages expire into the first target queue after a millisecond.
 pub fn into_first_target() -> FieldTable {
     let mut arguments = FieldTable::default();
     arguments.insert("x-message-ttl".into(), AMQPValue::LongInt(1));

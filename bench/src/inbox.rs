@@ -1,4 +1,4 @@
-//! Where messages end: each must come, and come once.
+//! Consumes the target queues and checks that each message arrives, and arrives once.
 
 use std::time::{Duration, Instant, SystemTime};
 
@@ -9,7 +9,7 @@ use tokio::{sync::mpsc, task::JoinHandle, time::timeout};
 
 use crate::producer::identity;
 
-/// Nothing for so long: what is missing is lost.
+/// If nothing arrives for so long, the messages that are missing count as lost.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 struct Arrival {
@@ -19,13 +19,13 @@ struct Arrival {
     wall: SystemTime,
 }
 
-/// A consumer of some queues.
+/// The consumer of some target queues.
 pub struct Inbox {
     arrivals: mpsc::UnboundedReceiver<Arrival>,
     reader: JoinHandle<()>,
 }
 
-/// When each message of a run came.
+/// When the messages of a run arrived: each of them, in order of its number, and the last one.
 pub struct Arrived {
     pub wall: Vec<SystemTime>,
     pub last: Instant,
@@ -37,7 +37,8 @@ impl Inbox {
         let channel = connection.create_channel().await?;
         let mut consumers = Vec::with_capacity(queues.len());
         for queue in queues {
-            // The cheapest consumer there is: what is measured stands before it.
+            // Consume without acknowledgements: the consumer is not what is measured, and should
+            // cost as little as possible.
             let options = BasicConsumeOptions {
                 no_ack: true,
                 ..BasicConsumeOptions::default()
@@ -72,8 +73,8 @@ impl Inbox {
         Ok(Self { arrivals, reader })
     }
 
-    /// Waits until each of `count` messages of `run` came. A message of an
-    /// earlier run came twice: each run waits for all of its own.
+    /// Waits until all `count` messages of `run` have arrived. A message of an earlier run is an
+    /// error: that run has waited for all its messages, so this one arrives for the second time.
     pub async fn collect(&mut self, run: u32, count: u32) -> anyhow::Result<Arrived> {
         let mut came: Vec<Option<SystemTime>> = vec![None; count as usize];
         let mut missing = count;
@@ -97,7 +98,8 @@ impl Inbox {
         })
     }
 
-    /// What has come and was not waited for.
+    /// Fails if a message has arrived that nobody waits for. Call it after `collect`, which has
+    /// seen each message once.
     pub fn nothing_more(&mut self) -> anyhow::Result<()> {
         ensure!(self.arrivals.try_recv().is_err(), "a message came twice");
         Ok(())

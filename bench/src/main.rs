@@ -1,10 +1,10 @@
 //! `cargo dev bench`: retry-scheduler measured against what the broker can do
 //! without it.
 //!
-//! In reading order: [`field`] is where everything stands; [`scheduler`] and
-//! [`floor`] are what is measured, each a process of its own; [`producer`] and
-//! [`inbox`] are the two ends of a message's way; [`rows`] asks Postgres;
-//! [`processor`] and [`cores`] ask the kernel; [`scenarios`] measure; [`finding`], [`report`] and [`plot`] tell.
+//! In reading order: [`field`] holds what all scenarios share; [`scheduler`] and [`floor`] start
+//! what is measured, each as a process of its own; [`producer`] publishes messages and [`inbox`]
+//! receives them; [`rows`] queries Postgres; [`processor`] reads processor time and [`cores`] binds
+//! processes to cores; [`scenarios`] measure; [`finding`], [`report`] and [`plot`] show results.
 
 mod cores;
 mod field;
@@ -34,9 +34,9 @@ use crate::{
 ///
 /// Runs the release binary as its own process between a real RabbitMQ and a
 /// real Postgres. Each scenario is measured against its own floor in the same
-/// run, taking turns, for several rounds: machines differ and have moods, and
-/// what a ratio says outlives both. Shown are the median and, in brackets, the
-/// least and the most; "reach" is the aim.
+/// run, taking turns, for several rounds: the ratio of the two says more than a
+/// rate, which depends on the machine and on what else it does. Shown are the
+/// median and, in brackets, the least and the most; "reach" is the aim.
 #[derive(Debug, Parser)]
 #[command(
     name = "cargo dev bench",
@@ -91,7 +91,7 @@ pub struct Args {
     /// The retry-scheduler to measure [default: the one built beside this program]
     #[arg(long, value_name = "FILE")]
     binary: Option<PathBuf>,
-    /// Be the relay: for this program's own use
+    /// Run as the relay; the benchmark starts itself with this option
     #[arg(long, hide = true, num_args = 1)]
     relay: Option<String>,
 }
@@ -148,7 +148,7 @@ async fn bench(args: Args) -> anyhow::Result<()> {
             }
         }
     }
-    // What an hour has found is told even if the next minute failed.
+    // Show what was measured even if a later scenario failed: a full run takes very long.
     let closed = field.close().await;
     report.took(started.elapsed());
     print!("{}", report.table());

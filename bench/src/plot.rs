@@ -1,4 +1,4 @@
-//! The findings as bars, drawn by hand: a panel a unit, a bar a finding.
+//! Draws the findings as bars in an SVG: a panel for each unit, a bar for each finding.
 
 use std::fmt::Write;
 
@@ -12,7 +12,6 @@ const BARS_FROM: f64 = 400.0;
 const BARS_TO: f64 = 860.0;
 const LINE: f64 = 22.0;
 
-/// An SVG document.
 pub fn svg(report: &Report) -> String {
     let mut body = String::new();
     let mut y = 30.0;
@@ -49,7 +48,7 @@ pub fn svg(report: &Report) -> String {
     )
 }
 
-/// In order of appearance.
+/// The units of the findings, in order of appearance.
 fn units(report: &Report) -> Vec<&'static str> {
     let mut units = Vec::new();
     for finding in &report.findings {
@@ -65,7 +64,8 @@ fn bar(body: &mut String, y: f64, finding: &Finding, most: f64) {
     let x = |value: f64| BARS_FROM + (BARS_TO - BARS_FROM) * (value / most).clamp(0.0, 1.0);
     let label = format!("{}: {}", finding.scenario, finding.what);
     text(body, 20.0, y, "label", &label);
-    // What is held against something, or should reach something, is ours.
+    // A finding that has an aim or is compared with something shows the service; any other is what
+    // the service is compared with.
     let ours = finding.against.is_some() || finding.reach.is_some();
     let class = if ours { "ours" } else { "floor" };
     let (top, end) = (y - 12.0, x(of.median));

@@ -1,24 +1,26 @@
-//! Who keeps the processors busy. From `/proc`, so it knows only of services on
-//! this machine, and of all that run here.
+//! Measures processor time: that of the whole machine, of RabbitMQ and of Postgres.
+//!
+//! It comes from `/proc`. So services on another machine are not seen, and every RabbitMQ and
+//! Postgres of this machine counts, not only those that are measured.
 
 use std::{fs, time::Instant};
 
 use anyhow::Context;
 
-/// What one run cost.
+/// The processor time that the messages of one run took.
 #[derive(Clone, Copy, Debug)]
 pub struct Cost {
     /// Microseconds of all processors for one message.
     pub machine: f64,
-    /// Of them, RabbitMQ's.
+    /// RabbitMQ's part of `machine`.
     pub rabbitmq: f64,
-    /// Of them, Postgres's.
+    /// Postgres's part of `machine`.
     pub postgres: f64,
     /// Processors busy on average.
     pub busy: f64,
 }
 
-/// Seconds used since the machine started.
+/// Processor seconds used up to a moment.
 #[derive(Clone, Copy, Debug)]
 pub struct Clock {
     at: Instant,
@@ -31,7 +33,8 @@ impl Clock {
     pub fn read() -> anyhow::Result<Self> {
         let [mut rabbitmq, mut postgres] = [0.0; 2];
         for entry in fs::read_dir("/proc")? {
-            // A process may end while it is looked at; its parent has its time then.
+            // Not every entry is a process, and a process may end before its file is read. Its time
+            // is then counted with its parent's.
             let Ok(stat) = fs::read_to_string(entry?.path().join("stat")) else {
                 continue;
             };
@@ -50,7 +53,7 @@ impl Clock {
         })
     }
 
-    /// From this reading to `end`, for each of `count` messages.
+    /// The cost of `count` messages that were handled between this reading and `end`.
     pub fn until(&self, end: &Self, count: u32) -> Cost {
         let each = |seconds: f64| seconds * 1e6 / f64::from(count);
         Cost {
@@ -62,8 +65,8 @@ impl Clock {
     }
 }
 
-/// A process's name, and its time with that of the children it has buried. The
-/// kernel counts in hundredths of a second.
+/// The name of a process, and the seconds that it has used together with its children that have
+/// ended. The kernel counts in hundredths of a second.
 fn named(stat: &str) -> Option<(&str, f64)> {
     let (front, fields) = stat.rsplit_once(')')?;
     let (_, name) = front.split_once('(')?;
@@ -72,8 +75,8 @@ fn named(stat: &str) -> Option<(&str, f64)> {
     Some((name, ticks as f64 / 100.0))
 }
 
-/// All but idle and waiting for disks (the 4th and 5th), and guests (the last
-/// two, which are in the first two already).
+/// The seconds that all processors together were busy. Idle time and waiting for disks (the 4th
+/// and 5th field) do not count, nor do guests (the last two), whose time is part of the first two.
 fn busy(stat: &str) -> Option<f64> {
     let fields = stat.lines().next()?.strip_prefix("cpu ")?;
     let ticks = fields.split_whitespace().take(8).enumerate();

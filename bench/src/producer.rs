@@ -1,4 +1,4 @@
-//! Where messages begin.
+//! Publishes messages, each marked with the run it belongs to and its number in it.
 
 use std::collections::VecDeque;
 
@@ -13,13 +13,13 @@ use uuid::Uuid;
 
 use crate::field::target;
 
-/// Unconfirmed messages a producer leaves behind it.
+/// Most messages that a load has published and not yet seen confirmed.
 const WINDOW: usize = 1000;
 
 /// The value of `next_retry_at_ms` that leaves it to the policy when a message is due.
 const NO_DUE_MOMENT: i64 = 0;
 
-/// So many messages of such a size to so many queues.
+/// How many messages to send, how large each is, and to how many target queues they go.
 #[derive(Clone, Copy, Debug)]
 pub struct Load {
     pub count: u32,
@@ -27,7 +27,7 @@ pub struct Load {
     pub targets: u32,
 }
 
-/// What is published: our wire format, or the bare payload.
+/// The body of a published message: a RetryMessage, or the payload alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Shape {
     RetryMessage,
@@ -48,7 +48,7 @@ impl Producer {
         Ok(Self { channel })
     }
 
-    /// Publishes a whole load as fast as the broker takes it.
+    /// Publishes a whole load as fast as the broker takes it, and waits for its confirms.
     pub async fn send(
         &self,
         entry: &str,
@@ -71,7 +71,7 @@ impl Producer {
         Ok(())
     }
 
-    /// Publishes one message; the confirm is left to itself.
+    /// Publishes one message for the target queue `to`. Does not wait for the confirm.
     pub async fn send_one(
         &self,
         entry: &str,
@@ -85,8 +85,8 @@ impl Producer {
         Ok(())
     }
 
-    /// Publishes one message that is to reach the first target at `due_ms`, in Unix time. Does not
-    /// wait for the confirm.
+    /// Publishes one message for the first target queue that is due at `due_ms`, in Unix time. Does
+    /// not wait for the confirm.
     pub async fn send_due_at(
         &self,
         entry: &str,
@@ -143,7 +143,7 @@ async fn confirmed(confirm: Option<PublisherConfirm>) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A body that says which message of which run it is.
+/// A payload that begins with the number of its run and its own number.
 fn payload(run: u32, number: u32, size: usize) -> Vec<u8> {
     let mut payload = vec![b'.'; size.max(8)];
     payload[..4].copy_from_slice(&run.to_be_bytes());
@@ -151,7 +151,7 @@ fn payload(run: u32, number: u32, size: usize) -> Vec<u8> {
     payload
 }
 
-/// The run and the number of a body.
+/// Reads the run and the number that a payload begins with.
 pub fn identity(body: &[u8]) -> Option<(u32, u32)> {
     let run = body.get(..4)?.try_into().ok()?;
     let number = body.get(4..8)?.try_into().ok()?;

@@ -1,4 +1,4 @@
-//! The findings as a table for people and as JSON for programs.
+//! Shows the findings: as a table for people, as JSON for programs.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use crate::{
     finding::{Finding, Reach, Spread},
 };
 
-/// Everything that was found, and where.
+/// All findings, and what describes the machine and the services they were measured on.
 pub struct Report {
     pub form: &'static str,
     pub surroundings: Vec<String>,
@@ -46,7 +46,7 @@ impl Report {
             .push(format!("{} form, {} s", self.form, time.as_secs()));
     }
 
-    /// For a terminal: columns as wide as they need to be.
+    /// The findings for a terminal, in aligned columns.
     pub fn table(&self) -> String {
         let mut lines = vec![HEAD.map(str::to_owned)];
         lines.extend(self.lines());
@@ -159,7 +159,7 @@ fn spread(of: Spread) -> String {
     )
 }
 
-/// Three digits or so.
+/// A number with about three digits; from 100 on, without a fraction.
 pub fn short(number: f64) -> String {
     match number.abs() {
         n if n >= 100.0 || n.fract() == 0.0 => format!("{number:.0}"),

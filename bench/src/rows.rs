@@ -1,4 +1,4 @@
-//! What the benchmark asks of Postgres, and what it puts there.
+//! The benchmark's own queries: what it reads from the service's tables, and what it puts there.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -12,18 +12,18 @@ use tokio::time::{Instant, sleep};
 
 use crate::producer::identity;
 
-/// Rows put in by one statement.
+/// Rows of a backlog that one statement inserts.
 const CHUNK: u32 = 250_000;
 
 /// A connection to the database that retry-scheduler uses.
 pub struct Rows {
     pool: PgPool,
-    /// Name and version.
+    /// The name and version of Postgres, and whether it has `fsync` on; for the report.
     pub server: String,
 }
 
-/// When a message was due and when its row was settled, in seconds of
-/// Postgres's clock, by its number.
+/// When the message of this number was due and when its row was settled, in seconds of Postgres's
+/// clock.
 pub struct Times {
     pub number: u32,
     pub due: f64,
@@ -78,19 +78,20 @@ impl Rows {
         Ok(())
     }
 
-    /// Runs a statement with a schema's tables.
+    /// Runs a statement in a schema, so that it need not name the schema with each table.
     pub async fn run_in(&self, schema: &str, sql: &str) -> anyhow::Result<()> {
         let sql = format!("SET LOCAL search_path = {schema}; {sql}");
         self.execute(sql).await?;
         Ok(())
     }
 
-    /// Waits until nothing is due: the last rows are settled a moment after
-    /// their messages arrive.
+    /// Waits until no row is due. The last rows are settled a moment after their messages arrive,
+    /// because the service waits for the broker's confirm in between.
     pub async fn until_settled(&self, schema: &str) -> anyhow::Result<()> {
         let deadline = Instant::now() + Duration::from_secs(30);
         loop {
-            // In the order of the index, or a backlog would be walked.
+            // ORDER BY makes Postgres walk the index on the due moment and stop at the first row.
+            // Without it, Postgres might read a whole backlog.
             let due: bool = sqlx::query_scalar(AssertSqlSafe(format!(
                 "SELECT EXISTS (SELECT FROM {schema}.retry_queue WHERE status = 'pending'
                  AND priority = 0 AND next_retry_at <= now() ORDER BY next_retry_at LIMIT 1)"
@@ -105,7 +106,7 @@ impl Rows {
         }
     }
 
-    /// When the messages of a run were due and were settled.
+    /// When the messages of a run were due, and when their rows were settled.
     pub async fn times(&self, schema: &str, run: u32) -> anyhow::Result<Vec<Times>> {
         let rows = sqlx::query(AssertSqlSafe(format!(
             "SELECT substring(original_payload FOR 8) AS body,
@@ -128,7 +129,7 @@ impl Rows {
         times.collect()
     }
 
-    /// Postgres's clock minus ours, in seconds: the median of some askings.
+    /// Postgres's clock minus ours, in seconds: the median of several readings.
     pub async fn clock_ahead(&self) -> anyhow::Result<f64> {
         let mut ahead = Vec::new();
         for _ in 0..15 {
@@ -142,7 +143,7 @@ impl Rows {
         Ok(crate::finding::quantile(&ahead, 0.5))
     }
 
-    /// Puts rows that are all due at one moment; returns when that is.
+    /// Inserts rows that are all due at one moment, and returns that moment by Postgres's clock.
     pub async fn burst(
         &self,
         schema: &str,
@@ -150,8 +151,8 @@ impl Rows {
         count: u32,
         queue: &str,
     ) -> anyhow::Result<f64> {
-        // Long enough for the INSERT; a row that is committed later is late, and
-        // the clock begins with the last one.
+        // Leave time for the INSERT. If it takes longer, the rows cannot be claimed before they are
+        // committed, so the moment of the commit is returned as the due one.
         let lead = 1.0 + f64::from(count) / 25_000.0;
         let due: f64 = sqlx::query_scalar(AssertSqlSafe(format!(
             "WITH put AS (
@@ -174,7 +175,8 @@ impl Rows {
         Ok(due.max(committed))
     }
 
-    /// Puts rows that wait for tomorrow, on a hundred queues.
+    /// Inserts rows that wait for tomorrow, on a hundred queues. `told` is called with the number
+    /// of rows inserted so far.
     pub async fn backlog(
         &self,
         schema: &str,
@@ -201,7 +203,7 @@ impl Rows {
         Ok(())
     }
 
-    /// The plan of the statement that claims what is due.
+    /// Postgres's plan of the statement with which the dispatcher claims what is due.
     pub async fn claim_plan(&self, schema: &str) -> anyhow::Result<String> {
         let mut tx = self.pool.begin().await?;
         let settings =
@@ -218,8 +220,7 @@ impl Rows {
         Ok(lines.join("\n"))
     }
 
-    /// Transactions of this database since it was made, this one and its like
-    /// included.
+    /// Transactions of this database since it was created, those of the benchmark included.
     pub async fn transactions(&self) -> anyhow::Result<f64> {
         self.number(
             "SELECT (xact_commit + xact_rollback)::float8 FROM pg_stat_database
@@ -247,7 +248,7 @@ impl Rows {
     }
 }
 
-/// Seconds since 1970.
+/// Unix time in seconds.
 pub fn epoch(at: SystemTime) -> f64 {
     at.duration_since(UNIX_EPOCH)
         .unwrap_or_default()

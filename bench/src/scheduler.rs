@@ -1,4 +1,4 @@
-//! retry-scheduler as a process, as it is shipped.
+//! Runs retry-scheduler as it is shipped: the release binary, as a process of its own.
 
 use std::{
     net::TcpListener,
@@ -15,10 +15,11 @@ use tokio::{
 };
 use url::Url;
 
-/// Longest time from start to ready, and from the signal to the end.
+/// How long retry-scheduler may take to become ready, and to end after SIGTERM.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A millisecond's wait and no jitter: what is stored is due.
+/// The settings of all scenarios. With a delay of a millisecond and no jitter, a message is due as
+/// soon as it is stored.
 const SETTINGS: [(&str, &str); 6] = [
     ("SERVICE_NAME", "retry-scheduler-bench"),
     ("HTTP_HOST", "127.0.0.1"),
@@ -28,24 +29,24 @@ const SETTINGS: [(&str, &str); 6] = [
     ("LOG_FORMAT", "json"),
 ];
 
-/// How a scheduler is started.
+/// What a scheduler is started with.
 #[derive(Clone, Debug)]
 pub struct Setup {
     pub binary: PathBuf,
     pub database_url: String,
     pub rabbitmq_url: String,
-    /// The user's, which win over all others.
+    /// The settings given with `--set`. They override all others.
     pub settings: Vec<(String, String)>,
 }
 
-/// A running one. Dropped, it is killed.
+/// A running retry-scheduler, which is killed when this is dropped.
 pub struct Scheduler {
     child: Child,
-    /// From its start to `/ready`.
+    /// The time from its start until `/ready` said yes.
     pub ready_after: Duration,
 }
 
-/// What it has used.
+/// The memory and the processor time that a process has used.
 #[derive(Clone, Copy, Debug)]
 pub struct Usage {
     pub resident_mb: f64,
@@ -54,7 +55,7 @@ pub struct Usage {
 }
 
 impl Scheduler {
-    /// Starts it on a schema and an intake queue of its own; returns when it is ready.
+    /// Starts it on a schema and an intake queue, and returns when it is ready.
     pub async fn start(
         setup: &Setup,
         schema: &str,
@@ -97,7 +98,6 @@ impl Scheduler {
         Ok(scheduler)
     }
 
-    /// Its memory and its processor time so far.
     pub fn usage(&self) -> anyhow::Result<Usage> {
         let proc = Path::new("/proc").join(self.child.id().to_string());
         let status = std::fs::read_to_string(proc.join("status"))?;
@@ -110,8 +110,8 @@ impl Scheduler {
                 .with_context(|| format!("no {name}"))
         };
         let stat = std::fs::read_to_string(proc.join("stat"))?;
-        // After the name, which may hold anything: user and system time are the
-        // 14th and 15th field, in hundredths of a second.
+        // The name, in parentheses, may contain spaces, so fields are counted from its end. User
+        // and system time are the 14th and 15th field of the line, in hundredths of a second.
         let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields);
         let ticks: u64 = fields
             .split_whitespace()
@@ -126,7 +126,7 @@ impl Scheduler {
         })
     }
 
-    /// Stops it as an operator would.
+    /// Stops it with SIGTERM, as an operator would, and waits for its end.
     pub async fn stop(mut self) -> anyhow::Result<()> {
         let id = self.child.id().to_string();
         let told = Command::new("kill").args(["-TERM", &id]).status()?;

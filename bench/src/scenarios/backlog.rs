@@ -1,4 +1,4 @@
-//! Rows that wait for tomorrow, against an empty table beside it.
+//! Rate, lateness and memory with many rows that wait for tomorrow, against an empty table.
 
 use anyhow::ensure;
 
@@ -16,7 +16,7 @@ pub async fn run(field: &mut Field) -> anyhow::Result<Vec<Finding>> {
     let empty = field.lane("empty").await?;
     let full = field.lane("backlog").await?;
     let mut inbox = field.inbox(1).await?;
-    // Only to make the tables.
+    // This start only creates the tables.
     field.scheduler(&full, &[]).await?.stop().await?;
     field
         .rows

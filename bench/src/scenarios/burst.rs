@@ -1,4 +1,5 @@
-//! Many rows due at one instant, and what that does to others.
+//! Many messages due at one instant: how fast they are sent back, and how long the messages of
+//! another queue take meanwhile.
 
 use std::{
     cell::Cell,
@@ -17,10 +18,10 @@ use crate::{
 
 const NAME: &str = "burst";
 
-/// A message for another queue so often while the burst drains.
+/// How often a message is sent to the other queue while the burst drains.
 const PROBE_EVERY: Duration = Duration::from_millis(250);
 
-/// The queue of the burst, and the other.
+/// The numbers of the burst's target queue and of the other one.
 const BURST: u32 = 0;
 const OTHER: u32 = 1;
 
@@ -67,8 +68,8 @@ pub async fn run(field: &mut Field) -> anyhow::Result<Vec<Finding>> {
     ])
 }
 
-/// Messages a second from the moment they are due, and how long the slowest
-/// message to another queue took from publish to arrival, in ms.
+/// Returns the messages a second of the burst, counted from their due moment, and the time from
+/// publish to arrival of the slowest message to the other queue, in ms.
 async fn drain(
     field: &Field,
     lane: &Lane,

@@ -1,4 +1,4 @@
-//! How late messages are, over the moment that their rows name.
+//! Drift: how late messages are, counted from the due moment in their rows.
 
 use std::time::Duration;
 
@@ -17,14 +17,15 @@ const NAME: &str = "drift";
 /// Messages a second.
 const RATE: u32 = 500;
 
-/// Each waits so long: long enough that storing it is not what delays it.
+/// How long each message waits: long enough that it is stored before it is due, so that only the
+/// dispatcher can make it late.
 pub const DELAY_MS: &str = "500";
 
 /// How late the messages of one round were, in milliseconds.
 pub struct Drift {
-    /// Until the row was settled, by Postgres's clock alone.
+    /// Until the row was settled. Both moments are of Postgres's clock.
     pub settled: Vec<f64>,
-    /// Until the consumer had it.
+    /// Until the consumer received the message.
     pub arrived: Vec<f64>,
 }
 
@@ -57,7 +58,7 @@ pub async fn run(field: &mut Field) -> anyhow::Result<Vec<Finding>> {
     ])
 }
 
-/// Sends at a steady rate for some seconds.
+/// Sends messages at a steady rate for some seconds, and returns how late each of them was.
 pub async fn measure(
     field: &Field,
     lane: &Lane,

@@ -1,4 +1,4 @@
-//! What it takes: to start, to do nothing, and to do all it can.
+//! What the service uses: time to start; memory and processor time when idle and at full rate.
 
 use std::time::{Duration, Instant};
 
@@ -12,14 +12,14 @@ use crate::{
 
 const NAME: &str = "footprint";
 
-/// A connection that falls idle tells Postgres's counters of its last work up to
-/// ten seconds later: what the start did must not count as idle.
+/// Postgres may count the last transactions of a connection up to ten seconds after the connection
+/// has fallen idle. The wait is longer, so that the work of the start does not count as idle work.
 const COUNTERS_LATE: Duration = Duration::from_secs(12);
 
 pub async fn run(field: &mut Field) -> anyhow::Result<Vec<Finding>> {
     let lane = field.lane("footprint").await?;
     let mut inbox = field.inbox(1).await?;
-    // The first start makes the tables; it is not a start like the others.
+    // The first start creates the tables, which takes longer: it is not measured.
     field.scheduler(&lane, &[]).await?.stop().await?;
     let mut starts = Vec::new();
     for round in 1..=field.rounds(5) {
@@ -41,7 +41,7 @@ pub async fn run(field: &mut Field) -> anyhow::Result<Vec<Finding>> {
         let after = (scheduler.usage()?, field.rows.transactions().await?);
         let seconds = began.elapsed().as_secs_f64();
         idle_cpu.push((after.0.cpu - before.0.cpu).as_secs_f64() / seconds * 100.0);
-        // One of them is our own question.
+        // One of the transactions is our own query.
         idle_queries.push((after.1 - before.1 - 1.0) / seconds);
         idle_mb.push(after.0.resident_mb);
     }

@@ -1,4 +1,4 @@
-//! Whether it is as fast after millions as it was at first.
+//! Whether the service is as fast after millions of messages as it was at first.
 
 use std::time::{Duration, Instant};
 

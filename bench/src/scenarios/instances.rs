@@ -20,7 +20,7 @@ pub async fn run(field: &mut Field) -> anyhow::Result<Vec<Finding>> {
         size: 1024,
         targets: 1,
     };
-    // Instances just started prepare and plan their statements on every connection.
+    // New instances are slower at first: they prepare and plan their statements on each connection.
     let warm_up = Load {
         count: load.count / 2,
         ..load

@@ -1,4 +1,4 @@
-//! What is measured: a file a scenario.
+//! The scenarios, one in each file.
 
 mod backlog;
 mod burst;
@@ -14,12 +14,12 @@ use clap::ValueEnum;
 
 use crate::{field::Field, finding::Finding};
 
-/// A scenario, in the order they run.
+/// The scenarios, in the order in which they run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Scenario {
     /// The specified rates, 50 a second sustained and 200 in a burst, and the specified lateness
     Requirements,
-    /// 1 KiB from producer to row to queue, against relay and TTL/DLX
+    /// Messages a second at 1 KiB, against relay and TTL/DLX
     Throughput,
     /// The same at 64 B, 16 KiB and 256 KiB (in the full form)
     Sizes,
@@ -29,20 +29,20 @@ pub enum Scenario {
     Apart,
     /// How late messages are at 500 a second
     Drift,
-    /// Many due at one instant, and one on another queue meanwhile
+    /// Many messages due at one instant, and messages of another queue meanwhile
     Burst,
-    /// With millions of rows that wait for tomorrow
+    /// Rate and lateness with millions of rows that wait for tomorrow
     Backlog,
     /// 1, 2 and 4 instances on one database
     Instances,
-    /// Start, memory, processor time, idle and at full rate
+    /// Time to start; memory and processor time, idle and at full rate
     Footprint,
-    /// The first and the last minute of millions (in the full form)
+    /// The rate in the first and the last minute of millions of messages (in the full form)
     Growth,
 }
 
 impl Scenario {
-    /// Those named, or all of the form.
+    /// The scenarios that are named, or all that belong to the form.
     pub fn chosen(named: &[Self], full: bool) -> Vec<Self> {
         let all = Self::value_variants().iter().copied();
         if !named.is_empty() {

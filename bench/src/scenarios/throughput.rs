@@ -72,8 +72,8 @@ pub async fn queues(field: &mut Field) -> anyhow::Result<Vec<Finding>> {
     Ok(findings)
 }
 
-/// All sizes with Postgres on a core of its own: what the relay and we share is
-/// then the broker's, and what Postgres does is not taken from it.
+/// All sizes, with Postgres on a core of its own. Its work then takes nothing from the core of the
+/// broker, which the relay and the service need alike.
 pub async fn apart(field: &mut Field) -> anyhow::Result<Vec<Finding>> {
     const NAME: &str = "apart";
     let Some(_apart) = Apart::arrange(&field.setup)? else {
@@ -123,8 +123,8 @@ fn against_relay(name: &'static str, what: &str, raced: &[Raced], reach: f64) ->
     ]
 }
 
-/// Why ours is slower than the relay: on a machine whose processors are all
-/// busy, what a message takes of them is what it takes.
+/// The processor time of a message. It explains how much slower the service is than the relay: when
+/// all processors are busy, the rate is limited by what one message takes of them.
 fn costs(name: &'static str, what: &str, raced: &[Raced]) -> Vec<Finding> {
     let [ours, relay, ..] = raced else {
         return Vec::new();
@@ -143,7 +143,8 @@ fn cost(name: &'static str, what: String, way: &Raced, part: fn(&Cost) -> f64) -
     Finding::new(name, what, "µs/message", samples)
 }
 
-/// Ours, the relay, and if asked for the delay queue.
+/// Measures the service and the relay, and the TTL/DLX queue if `delay_queue` is set; the result is
+/// in this order.
 async fn against_floors(
     field: &mut Field,
     name: &str,

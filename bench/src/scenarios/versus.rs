@@ -1,4 +1,4 @@
-//! A change against none, in the same run: for whoever tunes.
+//! Measures a changed service against an unchanged one in the same run, for tuning.
 
 use std::path::PathBuf;
 
@@ -13,17 +13,17 @@ use crate::{
 
 const NAME: &str = "versus";
 
-/// What is different.
+/// What is changed.
 #[derive(Clone, Debug)]
 pub enum Change {
     Settings(Vec<(String, String)>),
     Binary(PathBuf),
-    /// Run in the schema once the tables are there.
+    /// A statement that is run in the schema once the tables are created.
     Sql(String),
 }
 
 impl Change {
-    /// `sql:…`, a path (with a slash), or `NAME=VALUE,NAME=VALUE`.
+    /// Reads `sql:…`, a path (anything with a slash), or `NAME=VALUE,NAME=VALUE`.
     pub fn parse(text: &str) -> Self {
         if let Some(sql) = text.strip_prefix("sql:") {
             return Self::Sql(sql.to_owned());
@@ -36,7 +36,7 @@ impl Change {
     }
 }
 
-/// The rate as it is, and with each of the changes.
+/// Measures the rate without a change, and with each of the changes.
 pub async fn run(field: &mut Field, changes: &[String]) -> anyhow::Result<Vec<Finding>> {
     let load = Load {
         count: field.pick(10_000, 50_000),
