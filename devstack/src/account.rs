@@ -1,4 +1,4 @@
-//! Whom Postgres runs as, and where that account can reach its data.
+//! Chooses the account that Postgres runs as, and a data directory that this account can reach.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
@@ -11,9 +11,11 @@ use nix::unistd::{User, geteuid};
 
 use crate::ports;
 
-/// Postgres refuses to run as root, so root lends it an account; anyone else runs it as themselves.
+/// The account that Postgres runs as. Postgres refuses to run as root, so if we are root it gets
+/// another account; otherwise it runs as the current user.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Account {
+    /// User and group id; `None` is the current user.
     other: Option<(u32, u32)>,
 }
 
@@ -34,16 +36,16 @@ impl Account {
         )
     }
 
-    /// Makes the command run as this account.
+    /// Makes `command` run as this account.
     pub(crate) fn apply(self, command: &mut Command) {
         if let Some((uid, gid)) = self.other {
             command.uid(uid).gid(gid);
         }
     }
 
-    /// Creates a private directory that the account can use: the one wanted, or, if a directory above it is closed to
-    /// the account (as /root is), one under the system's directory for temporary files, always the same for the same
-    /// wish.
+    /// Creates a private directory that the account can use. This is `wanted`, unless the account
+    /// may not enter a directory above it, such as /root. Then it is a directory under the system's
+    /// directory for temporary files, always the same one for the same `wanted`.
     pub(crate) fn directory(self, wanted: &Path) -> Result<PathBuf> {
         let substitute = format!("devstack-{:016x}", ports::hash(&wanted.to_string_lossy()));
         let candidates = [
@@ -74,6 +76,7 @@ impl Account {
         )
     }
 
+    /// Whether the account can enter the directory and write to it.
     fn reaches(self, directory: &Path) -> Result<bool> {
         let mut command = Command::new("/bin/sh");
         command

@@ -1,4 +1,4 @@
-//! A program in the foreground, for whose sake the rest runs.
+//! Runs the program that the services were started for, such as the service itself or its tests.
 
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitStatus};
@@ -12,10 +12,11 @@ use crate::lock::Lock;
 use crate::process::Group;
 use crate::watchdog::Watchdog;
 
-/// How quickly an interrupt is passed on.
+/// How often the end of the program and new interrupts are looked for.
 const TICK: Duration = Duration::from_millis(50);
 
-/// A program with our terminal but a process group of its own: a Ctrl-C reaches it once, as SIGTERM, from us.
+/// A program that uses our terminal but has a process group of its own. So the terminal's Ctrl-C
+/// reaches only us, and we pass it on, once, as SIGTERM.
 #[derive(Debug)]
 pub struct Foreground {
     group: Group,
@@ -23,7 +24,8 @@ pub struct Foreground {
 }
 
 impl Foreground {
-    /// Starts it. `lock`, if given, is held until the program and all of its group are gone.
+    /// Starts the program. If this process dies, `lock` stays held until the watchdog has stopped
+    /// the program.
     pub fn start(command: &mut Command, lock: Option<&Lock>) -> Result<Self> {
         let watchdog = Watchdog::start(lock.map(Lock::share).transpose()?, None)?;
         let name = command.get_program().to_string_lossy().into_owned();
@@ -36,8 +38,9 @@ impl Foreground {
         Ok(Self { group, watchdog })
     }
 
-    /// Waits for its end. `interrupts` counts the wishes to stop: the first one becomes a SIGTERM, the next one a SIGKILL.
-    /// `tick` is called now and then meanwhile.
+    /// Waits for the end of the program. `interrupts` returns how often the user has asked to stop:
+    /// the first time the program gets SIGTERM, the second time SIGKILL. `tick` is called at short
+    /// intervals meanwhile.
     pub fn wait(
         &mut self,
         interrupts: impl Fn() -> usize,
@@ -65,7 +68,7 @@ impl Foreground {
 
 impl Drop for Foreground {
     fn drop(&mut self) {
-        // What the program itself started and left in its group ends with it.
+        // End what the program has started and left running in its process group.
         self.group.signal(Signal::SIGTERM);
         self.watchdog.forget(self.group.pid());
     }

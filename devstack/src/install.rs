@@ -1,4 +1,4 @@
-//! Installing the Debian packages, without starting what they bring.
+//! Installs missing Debian packages, without starting the services that they contain.
 
 use std::env;
 use std::fs::{self, File};
@@ -15,10 +15,12 @@ use nix::fcntl::{Flock, FlockArg};
 use crate::process;
 use crate::programs;
 
-/// One script, so that one `sudo` runs all of it, and so that the trap cleans up even if this process is gone.
+/// Everything that needs root is in one script, so that `sudo` is asked once, and so that the
+/// script's trap cleans up even if this process has ended.
 ///
-/// `policy-rc.d` is Debian's way to say that no service may be started; one that is there already is left alone. On a
-/// machine with systemd the new services are also kept from starting with the next boot.
+/// While a file `policy-rc.d` says so, Debian starts no service that is installed. If the machine
+/// has such a file already, it is left alone. Where there is systemd, the new services are also
+/// disabled, so that they do not start with the next boot.
 const SCRIPT: &str = r#"
 set -eu
 policy=/usr/sbin/policy-rc.d
@@ -36,7 +38,7 @@ if [ -d /run/systemd/system ]; then
 fi
 "#;
 
-/// What may be missing.
+/// A package that may have to be installed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Package {
     Postgres,
@@ -62,9 +64,11 @@ impl Package {
     }
 }
 
-/// Installs what `missing` names, or says how to.
+/// Installs the packages that `missing` returns. If that is not possible, the error says how to
+/// install them by hand.
 ///
-/// `missing` is asked again once the lock is held: another process may have installed it meanwhile.
+/// `missing` is called again once the lock is held, because another process may have installed
+/// them while we waited for it.
 pub(crate) fn install(missing: impl Fn() -> Vec<Package>) -> Result<()> {
     let Some(become_root) = way_to_root() else {
         bail!(instructions(&missing()))
@@ -109,12 +113,14 @@ pub(crate) fn install(missing: impl Fn() -> Vec<Package>) -> Result<()> {
     Ok(())
 }
 
+/// How the script comes to run as root.
 enum Root {
     Already,
     Sudo,
 }
 
-/// Only where there is apt-get, and only as root, with a sudo that asks nothing, or with someone there to be asked.
+/// Returns `None` where there is no apt-get, and where we are not root and cannot use sudo: because
+/// it is not there, or because it asks for a password and there is no terminal to ask on.
 fn way_to_root() -> Option<Root> {
     let on_path = |name: &str| {
         programs::path_directories()
@@ -156,10 +162,10 @@ fn instructions(missing: &[Package]) -> String {
     )
 }
 
-/// One installation at a time on this machine: apt-get would refuse the second one.
+/// Allows one installation at a time on this machine: apt-get would refuse a second one.
 fn lock() -> Result<Flock<File>> {
     let path = Path::new("/tmp/devstack-install.lock");
-    // Reading is enough to lock, and the file may be another user's.
+    // Open it for reading, which is enough to lock it: the file may belong to another user.
     let file = match File::open(path) {
         Ok(file) => file,
         Err(_) => {
@@ -189,7 +195,8 @@ fn lock() -> Result<Flock<File>> {
     }
 }
 
-/// Runs it under a line that counts the seconds: in place on a terminal, in a log now and then.
+/// Runs the command and shows how many seconds have passed: on a terminal in one line that is
+/// overwritten, elsewhere in a new line every 30 seconds. Returns whether it succeeded.
 fn run_showing_time(command: &mut Command, what: &str) -> Result<bool> {
     let mut child = command.spawn().context("Failed to start apt-get")?;
     let started = Instant::now();

@@ -1,7 +1,9 @@
-//! Private Postgres and RabbitMQ processes: for running the service, for its tests, its benchmarks and its demo.
+//! Starts private Postgres and RabbitMQ processes: to run the service, its tests, its benchmarks
+//! and its demo.
 //!
-//! Nothing here touches an instance that it did not start, uses a default port, or leaves a process behind: what was
-//! started is stopped when its value is dropped, and by a watchdog when the process that owns it ends in any other way.
+//! They use free ports and directories of their own, so they disturb no other Postgres or RabbitMQ
+//! on the machine. Each is stopped when its value is dropped. If the process that owns it ends
+//! without that, a watchdog process stops it.
 //!
 //! ```no_run
 //! let stack = devstack::shared();
@@ -39,27 +41,28 @@ pub use process::exit_code;
 pub use programs::{ensure_found, ensure_installed, faketime};
 pub use rabbitmq::RabbitMq;
 
-/// How often a service is tried with other ports when someone else was faster.
+/// How often the start of a service is tried. It is tried again, with other ports, if another
+/// process has taken the ports between our choosing them and the service's listening on them.
 const ATTEMPTS: u64 = 4;
 
-/// Where and how to run.
+/// Where a service keeps its files, and how it is started.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// The directory for data, configuration and logs. It is created if need be and kept.
+    /// The directory for data, configuration and logs. It is created if need be, and not deleted.
     pub dir: PathBuf,
-    /// Whether data must survive a crash of the machine. Without it everything is faster, and what is committed still
-    /// survives the death of the services.
+    /// Whether data must survive a crash of the machine. Otherwise Postgres runs without fsync,
+    /// which is faster; what is committed then still survives if only Postgres is killed.
     pub durable: bool,
-    /// No progress on stderr.
+    /// Do not report on stderr when the service is ready.
     pub quiet: bool,
 }
 
-/// A Postgres and a RabbitMQ.
+/// A Postgres and a RabbitMQ that are started and stopped together.
 #[derive(Debug)]
 pub struct Stack {
-    /// The database.
+    /// The database server; tests create a database of their own in it.
     pub postgres: Postgres,
-    /// The broker.
+    /// The broker, with the user `guest` and the virtual host `/`.
     pub rabbitmq: RabbitMq,
 }
 
@@ -69,12 +72,13 @@ impl Stack {
         Self::start_in(options, false)
     }
 
-    /// Starts both empty, in a directory that is deleted in the end.
+    /// Starts both empty, in a new directory under the system's directory for temporary files. It
+    /// is deleted when they have stopped. `name` becomes part of its name.
     pub fn start_temporary(name: &str) -> Result<Self> {
         Self::start_temporary_in(temporary_directory(name))
     }
 
-    /// Starts both empty, in this directory, which is deleted in the end.
+    /// Starts both empty, in this directory, which is deleted when they have stopped.
     pub fn start_temporary_in(dir: PathBuf) -> Result<Self> {
         Self::start_in(
             &Options {
@@ -106,13 +110,14 @@ impl Stack {
     }
 }
 
-/// The one temporary stack of this process, started by whoever asks first.
+/// The temporary stack that all callers in this process share. The first call starts it.
 ///
-/// Values that live as long as the process are never dropped; the watchdogs stop the stack and delete its directory.
+/// A static value is never dropped, so the stack is stopped by its watchdogs when the process ends;
+/// they also delete its directory.
 ///
 /// # Panics
 ///
-/// When it cannot be started: a test cannot do anything else.
+/// If the stack cannot be started. Only tests call this, and they could do nothing else.
 pub fn shared() -> &'static Stack {
     static SHARED: OnceLock<Stack> = OnceLock::new();
     SHARED.get_or_init(|| match Stack::start_temporary("shared") {
@@ -121,14 +126,15 @@ pub fn shared() -> &'static Stack {
     })
 }
 
-/// A name that no other process and no other call has.
+/// A directory whose name no other process and no other call uses.
 fn temporary_directory(name: &str) -> PathBuf {
     static COUNTER: AtomicU32 = AtomicU32::new(0);
     let count = COUNTER.fetch_add(1, Ordering::Relaxed);
     std::env::temp_dir().join(format!("devstack-{name}-{}-{count}", std::process::id()))
 }
 
-/// What is behind these locks stays meaningful when a holder panicked, and has to be stopped all the more then.
+/// Locks a mutex even if another thread has panicked while it held it. The data of these mutexes is
+/// still valid then, and is needed to stop the processes.
 fn unpoisoned<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

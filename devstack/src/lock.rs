@@ -1,4 +1,4 @@
-//! One owner for a directory.
+//! A lock file, so that a directory is used by one process at a time.
 
 use std::fs::File;
 use std::io::{Read, Seek, Write};
@@ -12,17 +12,20 @@ use nix::fcntl::{Flock, FlockArg};
 
 use crate::process;
 
-/// How long a new owner waits for the watchdog of a dead one to stop what is left.
+/// How long a new owner waits for the watchdog of an owner that has died, until it has stopped the
+/// processes that are left.
 const HANDOVER: Duration = Duration::from_secs(30);
 
-/// A locked file with the id of the process that locked it. The system unlocks it when all holders are gone.
+/// A locked file that contains the id of the process that locked it. Processes that were started
+/// with a shared handle hold the lock as well; the system releases it when all of them have ended.
 #[derive(Debug)]
 pub struct Lock {
     file: Flock<File>,
 }
 
 impl Lock {
-    /// Locks `path`, or says which process has it. `what` begins that sentence.
+    /// Locks `path`. If a living process holds the lock, the error names that process, in a
+    /// sentence that begins with `what`.
     pub fn acquire(path: &Path, what: &str) -> Result<Self> {
         let deadline = Instant::now() + HANDOVER;
         let mut lock = loop {
@@ -32,7 +35,7 @@ impl Lock {
                     bail!("{what} is in use by process {owner}")
                 }
                 Err(_) if Instant::now() > deadline => bail!("{what} is still being stopped"),
-                // A dead owner: its watchdog still holds the lock, and is about to be done.
+                // The owner is dead. Its watchdog still holds the lock and will soon be done.
                 Err(_) => thread::sleep(Duration::from_millis(20)),
             }
         };
@@ -40,7 +43,7 @@ impl Lock {
         Ok(lock)
     }
 
-    /// The process that holds the lock at `path`, if one does.
+    /// The process that has locked `path`, if there is one and it lives.
     pub fn owner(path: &Path) -> Option<i32> {
         if !path.exists() {
             return None;
@@ -51,7 +54,7 @@ impl Lock {
             .filter(|&pid| process::alive(pid))
     }
 
-    /// The inner error is the owner's id, as far as it can be read.
+    /// Tries to lock the file. The inner error means that it is locked: by which process, if known.
     fn attempt(path: &Path) -> Result<std::result::Result<Self, Option<i32>>> {
         let file = File::options()
             .read(true)
@@ -78,7 +81,7 @@ impl Lock {
         Ok(())
     }
 
-    /// Another handle that keeps the lock held, for a child to inherit.
+    /// Another handle of the locked file. A child that inherits it holds the lock as well.
     pub(crate) fn share(&self) -> Result<File> {
         self.file.try_clone().context("Failed to share a lock")
     }

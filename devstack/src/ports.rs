@@ -1,20 +1,22 @@
-//! Free ports of the loopback interface.
+//! Chooses free ports of the loopback interface.
 
 use std::net::{Ipv4Addr, TcpListener};
 
 use anyhow::{Result, bail};
 
-/// Below the range from which systems take the ports of outgoing connections.
+/// The ports to choose from lie below the range from which systems take ports for outgoing
+/// connections.
 ///
-/// A service that restarts gets its port back only if no outgoing connection was given it meanwhile; and a client that
-/// tries to reach a stopped service on such a port may even be connected to itself.
+/// With a port of that range, a service that restarts could find its port given to an outgoing
+/// connection; and a client that tries to reach the stopped service could be connected to itself.
 const FIRST: u16 = 20_000;
 const COUNT: u16 = 10_000;
 
-/// `N` different free ports. The same `seed` gives the same ports as long as they are free, so that a checkout keeps
-/// its addresses between runs without writing them down.
+/// Returns `N` different free ports. The same `seed` gives the same ports as long as they are free,
+/// so a checkout has the same addresses in each run.
 ///
-/// Nothing holds them until the service does: who starts one must be ready to try again with another seed.
+/// Another process may take a port before the service listens on it. The caller must be prepared to
+/// try again with another seed.
 pub(crate) fn free<const N: usize>(seed: u64) -> Result<[u16; N]> {
     let mut found = [0; N];
     let mut next = 0;
@@ -32,15 +34,16 @@ pub(crate) fn free<const N: usize>(seed: u64) -> Result<[u16; N]> {
     bail!("no {N} free ports between {FIRST} and {}", FIRST + COUNT)
 }
 
-/// Whether the port could be taken at this moment.
+/// Whether a service could listen on the port at this moment.
 pub(crate) fn is_free(port: u16) -> bool {
-    // Some systems allow one listener on all addresses beside one on a single address.
+    // Both are tried, because some systems allow a listener on a single address beside one on all
+    // addresses.
     [Ipv4Addr::LOCALHOST, Ipv4Addr::UNSPECIFIED]
         .iter()
         .all(|&address| TcpListener::bind((address, port)).is_ok())
 }
 
-/// `wanted`, or a free port if it is taken.
+/// Returns `wanted`, or a free port if `wanted` is taken.
 pub fn free_or_other(wanted: u16) -> Result<u16> {
     if is_free(wanted) {
         Ok(wanted)
@@ -49,7 +52,8 @@ pub fn free_or_other(wanted: u16) -> Result<u16> {
     }
 }
 
-/// FNV-1a: the same number for the same text on every machine and with every version of Rust.
+/// The FNV-1a hash of a text. Unlike Rust's own hashes it is the same on every machine and with
+/// every version of Rust.
 pub(crate) fn hash(text: &str) -> u64 {
     text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)

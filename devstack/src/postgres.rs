@@ -1,4 +1,4 @@
-//! A private Postgres.
+//! Starts and stops a private Postgres.
 
 mod standby;
 
@@ -25,11 +25,14 @@ use crate::{ATTEMPTS, Options, temporary_directory, unpoisoned};
 
 pub use standby::Standby;
 
-/// Crash recovery may have to go through a lot of WAL.
+/// Longest start. After a crash Postgres may have to replay a lot of WAL.
 const START: Duration = Duration::from_secs(60);
+
+/// Longest stop before the processes are killed.
 const STOP: Duration = Duration::from_secs(20);
 
-/// A Postgres of our own on the loopback interface, stopped when dropped or when this process ends in any way.
+/// A Postgres of our own on the loopback interface. It is stopped when this value is dropped, or by
+/// a watchdog when this process ends.
 #[derive(Debug)]
 pub struct Postgres {
     programs: PostgresPrograms,
@@ -38,17 +41,17 @@ pub struct Postgres {
     durable: bool,
     temporary: bool,
     watchdog: Arc<Watchdog>,
-    /// A standby may take its place.
+    /// The server that is in use. Promoting a standby replaces it.
     primary: Mutex<Arc<Server>>,
-    // Last: unlocked when everything is stopped.
+    // The last field, so that the lock is released after everything else is stopped.
     _lock: Lock,
 }
 
-/// One cluster, and the process that serves it.
+/// A data directory, and the Postgres process that serves it.
 #[derive(Debug)]
 struct Server {
     data: PathBuf,
-    /// The same after a stop and a start.
+    /// Chosen at the first start and kept when the server is started again.
     port: AtomicU16,
     service: Service,
 }
@@ -64,12 +67,12 @@ impl Server {
 }
 
 impl Postgres {
-    /// Starts Postgres with its data in `options.dir`, which it creates if need be.
+    /// Starts Postgres with its data in `options.dir`, which is created if need be.
     pub fn start(options: &Options) -> Result<Self> {
         Self::start_in(options, false)
     }
 
-    /// Starts an empty Postgres whose directory is deleted in the end.
+    /// Starts an empty Postgres. Its directory is temporary and deleted when it has stopped.
     pub fn start_temporary(name: &str) -> Result<Self> {
         let dir = temporary_directory(name).join("postgres");
         Self::start_in(
@@ -104,8 +107,8 @@ impl Postgres {
             Err(_) => initialise(&programs, account, &directory, options.durable)?,
             Ok(version) => programs = programs_for_data(programs, version.trim(), &directory)?,
         }
-        // Of a postmaster that is dead, as nobody else has the lock. Postgres would only believe it stale if its process
-        // id were free, which after a reboot it need not be.
+        // We have the lock, so the postmaster that wrote this file is dead. Postgres itself would
+        // think that it lives if another process has its id, as may happen after a reboot.
         let _ = fs::remove_file(data.join("postmaster.pid"));
 
         let server = Server {
@@ -134,7 +137,8 @@ impl Postgres {
         Ok(postgres)
     }
 
-    /// Starts it after a stop, with the same port and data; returns when it takes connections.
+    /// Starts Postgres after a stop, with the same port and data. Returns when it accepts
+    /// connections.
     pub fn start_again(&self) -> Result<()> {
         self.serve(&self.primary(), &[])
     }
@@ -152,7 +156,7 @@ impl Postgres {
         Ok(())
     }
 
-    /// With `more` settings than the usual ones.
+    /// Starts the process of a server, with `more` settings besides the usual ones.
     fn serve(&self, server: &Server, more: &[String]) -> Result<()> {
         let data = &server.data;
         let marker = data.to_string_lossy().into_owned();
@@ -177,8 +181,8 @@ impl Postgres {
     }
 
     fn settings(&self, port: u16) -> Vec<String> {
-        // synchronous_commit stays on either way: without fsync, what is committed still survives the death of Postgres,
-        // only not that of the machine.
+        // synchronous_commit is on in either case. Without fsync a commit is then still written to
+        // the system's cache, and lost only if the machine itself crashes.
         let safe = if self.durable { "on" } else { "off" };
         vec![
             format!("port={port}"),
@@ -193,37 +197,39 @@ impl Postgres {
         ]
     }
 
-    /// Stops it as `pg_ctl stop -m fast` does: sessions end, data is flushed.
+    /// Stops Postgres as `pg_ctl stop -m fast` does: it ends all sessions and flushes its data.
     pub fn stop(&self) -> Result<()> {
         self.primary().service.stop(Signal::SIGINT, STOP)
     }
 
-    /// Stops it as `pg_ctl stop -m immediate` does: a crash in an orderly manner, with recovery at the next start.
+    /// Stops Postgres as `pg_ctl stop -m immediate` does: it ends at once, and recovers from its
+    /// WAL at the next start.
     pub fn stop_immediate(&self) -> Result<()> {
         self.primary().service.stop(Signal::SIGQUIT, STOP)
     }
 
-    /// SIGKILL for the postmaster and all backends.
+    /// Kills the postmaster and all backends with SIGKILL.
     pub fn kill(&self) -> Result<()> {
         self.primary().service.kill()
     }
 
-    /// SIGSTOP for the postmaster and all backends: connections stay open and nothing answers.
+    /// Stops the postmaster and all backends with SIGSTOP: connections stay open, but nothing
+    /// answers.
     pub fn pause(&self) -> Result<()> {
         self.primary().service.pause()
     }
 
-    /// Ends a pause.
+    /// Lets the processes run again after [`Postgres::pause`].
     pub fn resume(&self) -> Result<()> {
         self.primary().service.resume()
     }
 
-    /// The address of a database, which need not exist.
+    /// The URL of a database, which need not exist.
     pub fn url(&self, database: &str) -> String {
         self.primary().url(database)
     }
 
-    /// Creates a database unless it exists; returns its address.
+    /// Creates a database unless it exists, and returns its URL.
     pub fn create_database(&self, name: &str) -> Result<String> {
         let literal = name.replace('\'', "''");
         let exists = || {
@@ -237,7 +243,7 @@ impl Postgres {
                 "postgres",
                 &format!("CREATE DATABASE \"{}\"", name.replace('"', "\"\"")),
             );
-            // Someone else may have created it between the two.
+            // Another process may have created it after we looked.
             if created.is_err() && exists()?.is_empty() {
                 created.with_context(|| format!("Failed to create the database {name}"))?;
             }
@@ -245,7 +251,8 @@ impl Postgres {
         Ok(self.url(name))
     }
 
-    /// What `psql -At` prints: a line a row, columns parted by `|`.
+    /// Runs a statement with `psql -At` and returns what it prints: a line for each row, with `|`
+    /// between the columns.
     pub fn psql(&self, database: &str, sql: &str) -> Result<String> {
         self.psql_at(&self.url(database), sql)
     }
@@ -267,12 +274,12 @@ impl Postgres {
         process::output(&mut command)
     }
 
-    /// The port on 127.0.0.1; the same after [`Postgres::start_again`], another one after [`Postgres::promote`].
+    /// The port on 127.0.0.1. [`Postgres::start_again`] keeps it, [`Postgres::promote`] changes it.
     pub fn port(&self) -> u16 {
         self.primary().port()
     }
 
-    /// The data directory of the cluster.
+    /// The data directory of the server that is in use.
     pub fn data_dir(&self) -> PathBuf {
         self.primary().data.clone()
     }
@@ -281,7 +288,7 @@ impl Postgres {
         unpoisoned(&self.primary).clone()
     }
 
-    /// Where Postgres writes its log.
+    /// The file that Postgres writes its log to.
     pub fn log(&self) -> PathBuf {
         self.primary().service.log()
     }
@@ -300,7 +307,8 @@ impl Drop for Postgres {
     }
 }
 
-/// Under another name first: an initdb that was interrupted leaves nothing that looks like a cluster.
+/// Creates the data directory. It gets its name only when it is complete, so that an interrupted
+/// initdb leaves nothing that looks like one.
 fn initialise(
     programs: &PostgresPrograms,
     account: Account,
@@ -331,7 +339,8 @@ fn initialise(
         .context("Failed to move the new cluster into place")
 }
 
-/// A cluster can only be used by the major version that made it.
+/// Only the major version of Postgres that created a data directory can use it. Returns the
+/// programs of that version.
 fn programs_for_data(
     found: PostgresPrograms,
     version: &str,
@@ -350,7 +359,8 @@ fn programs_for_data(
     }
 }
 
-/// The postmaster writes its state into the eighth line of its pid file; `pg_ctl` looks there too.
+/// Whether the postmaster accepts connections. It writes its state into the eighth line of its pid
+/// file, where `pg_ctl` looks for it, too.
 fn is_ready(data: &Path, pid: i32) -> bool {
     let text = fs::read_to_string(data.join("postmaster.pid")).unwrap_or_default();
     let mut lines = text.lines();
@@ -358,13 +368,14 @@ fn is_ready(data: &Path, pid: i32) -> bool {
     same && lines.nth(6).is_some_and(|state| state.trim() == "ready")
 }
 
+/// Sets the directory, the environment and the account of a Postgres program.
 fn surroundings(command: &mut Command, account: Account, directory: &Path) {
     command.current_dir(directory).env("LC_ALL", "C");
     forget_postgres_variables(command);
     account.apply(command);
 }
 
-/// PGDATA, PGHOST, PGOPTIONS and the like are about some other Postgres.
+/// Removes PGDATA, PGHOST, PGOPTIONS and the like, which are meant for some other Postgres.
 fn forget_postgres_variables(command: &mut Command) {
     let variables = env::vars_os().map(|(name, _)| name);
     for name in variables.filter(|name: &OsString| name.to_string_lossy().starts_with("PG")) {

@@ -1,4 +1,4 @@
-//! Processes by their id: asking about them, signalling them, waiting for them with a deadline.
+//! Finds processes, signals them, and waits for them with a deadline.
 
 use std::fs;
 use std::io;
@@ -32,11 +32,12 @@ impl Group {
     }
 
     pub(crate) fn signal(&self, signal: Signal) {
-        // It fails only when the group is gone, and then there is no one left to tell.
+        // This fails only if the group has ended, and then there is nothing to signal.
         let _ = killpg(Pid::from_raw(self.pid()), signal);
     }
 
-    /// The leader and everything below it, wherever it put itself: the backends of Postgres lead sessions of their own.
+    /// The ids of the leader and all its descendants. They are found by their parents and not by
+    /// the process group, because each backend of Postgres has a session of its own.
     pub(crate) fn tree(&self) -> Result<Vec<i32>> {
         let all = snapshot()?;
         let mut tree = vec![self.pid()];
@@ -48,7 +49,8 @@ impl Group {
         Ok(tree)
     }
 
-    /// Stops the whole tree with SIGSTOP, parents first, so that nothing is started behind our back.
+    /// Stops the whole tree with SIGSTOP. Parents come first, and the search is repeated until it
+    /// finds nothing new, so that no process can be started unnoticed. Returns all ids.
     pub(crate) fn freeze(&self) -> Result<Vec<i32>> {
         let mut frozen: Vec<i32> = Vec::new();
         loop {
@@ -67,7 +69,7 @@ impl Group {
         }
     }
 
-    /// SIGKILL for the whole tree; returns when all of it is dead.
+    /// Kills the whole tree with SIGKILL, and returns when all of it is dead.
     pub(crate) fn kill_tree(&mut self) -> Result<()> {
         let tree = self.freeze()?;
         self.signal(Signal::SIGKILL);
@@ -89,7 +91,7 @@ impl Group {
             .context("Failed to wait for a process")
     }
 
-    /// Asks with `signal`; kills the tree when that did not end it in time.
+    /// Sends `signal` to the group, and kills the tree if the leader has not ended in time.
     pub(crate) fn stop(&mut self, signal: Signal, within: Duration) -> Result<()> {
         for pid in self.tree()? {
             signal_one(pid, Signal::SIGCONT);
@@ -104,12 +106,12 @@ impl Group {
     }
 }
 
-/// Sends a signal to one process.
+/// Sends a signal to one process. It is no error if the process has ended.
 pub(crate) fn signal_one(pid: i32, signal: Signal) {
     let _ = kill(Pid::from_raw(pid), signal);
 }
 
-/// Whether the process is there and not just waiting to be reaped.
+/// Whether the process exists and is not a zombie.
 pub(crate) fn alive(pid: i32) -> bool {
     match kill(Pid::from_raw(pid), None) {
         Err(nix::errno::Errno::ESRCH) => false,
@@ -117,7 +119,8 @@ pub(crate) fn alive(pid: i32) -> bool {
     }
 }
 
-/// Whether the process is there and `marker` is in its command line: an id alone may have been given to someone else.
+/// Whether the process exists and has `marker` in its command line. Its id alone would not do: it
+/// may meanwhile belong to another process.
 pub(crate) fn is_ours(pid: i32, marker: &str) -> bool {
     if !alive(pid) {
         return false;
@@ -136,7 +139,7 @@ struct Entry {
     zombie: bool,
 }
 
-/// All processes: from /proc, which needs no program, or from `ps` where there is none.
+/// Lists all processes, from /proc or, on systems without it, from `ps`.
 fn snapshot() -> Result<Vec<Entry>> {
     if !Path::new("/proc/self/stat").exists() {
         let lines = output(Command::new("ps").args(["-A", "-o", "pid=,ppid=,stat="]))?;
@@ -157,11 +160,11 @@ fn snapshot() -> Result<Vec<Entry>> {
         else {
             continue;
         };
-        // A process may end between the listing and the reading.
+        // The process may have ended since it was listed.
         let Ok(stat) = fs::read_to_string(directory.path().join("stat")) else {
             continue;
         };
-        // "1 (name, with any characters) S 0 …"
+        // The line is "PID (name) STATE PARENT …", and the name may contain parentheses.
         let Some((_, rest)) = stat.rsplit_once(')') else {
             continue;
         };
@@ -173,6 +176,7 @@ fn snapshot() -> Result<Vec<Entry>> {
     Ok(all)
 }
 
+/// Reads the fields process id, parent and state.
 fn entry<'a>(mut fields: impl Iterator<Item = &'a str>) -> Option<Entry> {
     let pid = fields.next()?.parse().ok()?;
     let parent = fields.next()?.parse().ok()?;
@@ -183,7 +187,7 @@ fn entry<'a>(mut fields: impl Iterator<Item = &'a str>) -> Option<Entry> {
     })
 }
 
-/// Polls `condition` until it holds; an error when the time is over.
+/// Polls `condition` until it holds. Fails if it does not hold in time.
 pub(crate) fn wait_until(
     within: Duration,
     mut condition: impl FnMut() -> Result<bool>,
@@ -198,7 +202,8 @@ pub(crate) fn wait_until(
     Ok(())
 }
 
-/// Runs a program to its end and returns what it wrote; what it wrote to stderr becomes the error.
+/// Runs a program to its end and returns what it wrote to stdout. If it fails, the error contains
+/// what it wrote to stderr and stdout.
 pub(crate) fn output(command: &mut Command) -> Result<String> {
     let name = command.get_program().to_string_lossy().into_owned();
     let output = command
@@ -218,7 +223,8 @@ pub(crate) fn output(command: &mut Command) -> Result<String> {
     Ok(stdout.trim_end().to_owned())
 }
 
-/// The exit code a shell would show.
+/// The exit code that a shell would show: that of the program, or 128 and the number of the signal
+/// that ended it.
 pub fn exit_code(status: ExitStatus) -> u8 {
     let code = status
         .code()

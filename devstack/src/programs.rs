@@ -1,4 +1,4 @@
-//! Where the programs of Postgres and RabbitMQ are, and what to do when they are not there.
+//! Finds the programs of Postgres and RabbitMQ, and has them installed if they are missing.
 
 use std::env;
 use std::fs;
@@ -11,13 +11,13 @@ use crate::install;
 /// Homebrew's two prefixes: Apple silicon, then Intel.
 const HOMEBREW: [&str; 2] = ["/opt/homebrew", "/usr/local"];
 
-/// A directory with `postgres`, `initdb` and `psql`.
+/// A directory that contains `postgres`, `initdb` and `psql`.
 #[derive(Clone, Debug)]
 pub(crate) struct PostgresPrograms {
     bin: PathBuf,
 }
 
-/// RabbitMQ's scripts, and the `epmd` of the Erlang they run on.
+/// RabbitMQ's scripts, and Erlang's port mapper daemon `epmd`.
 #[derive(Clone, Debug)]
 pub(crate) struct RabbitMqPrograms {
     pub(crate) server: PathBuf,
@@ -25,12 +25,13 @@ pub(crate) struct RabbitMqPrograms {
     pub(crate) epmd: PathBuf,
 }
 
-/// Makes sure that Postgres and RabbitMQ are on this machine, installing Debian's packages if need be and if it may.
+/// Makes sure that Postgres and RabbitMQ are on this machine. If one is missing, installs Debian's
+/// package, or fails with instructions if that is not possible.
 pub fn ensure_installed() -> Result<()> {
     ensure_found(true, true)
 }
 
-/// [`ensure_installed`] for the services that are wanted.
+/// Does what [`ensure_installed`] does, for either service or for both.
 pub fn ensure_found(postgres: bool, rabbitmq: bool) -> Result<()> {
     let missing = || {
         let mut missing = Vec::new();
@@ -49,7 +50,8 @@ pub fn ensure_found(postgres: bool, rabbitmq: bool) -> Result<()> {
     }
 }
 
-/// libfaketime, installed if need be: a program that it is preloaded into sees another time.
+/// Returns the path of libfaketime, which is installed if need be. A program that it is preloaded
+/// into sees another time than the system's.
 pub fn faketime() -> Result<PathBuf> {
     if find_faketime().is_none() {
         let missing = || match find_faketime() {
@@ -61,7 +63,8 @@ pub fn faketime() -> Result<PathBuf> {
     find_faketime().context("libfaketime was installed but cannot be found")
 }
 
-/// Debian's place, in the directory of the machine's architecture; then that of others.
+/// Looks in each directory of /usr/lib, since Debian puts it into the one of the machine's
+/// architecture; then where other distributions put it.
 fn find_faketime() -> Option<PathBuf> {
     let libraries = fs::read_dir("/usr/lib").into_iter().flatten().flatten();
     let mut places: Vec<PathBuf> = libraries.map(|entry| entry.path()).collect();
@@ -78,12 +81,14 @@ impl PostgresPrograms {
         Self::find().context("Postgres was installed but cannot be found")
     }
 
-    /// `DEVSTACK_POSTGRES_BIN` wins, so that another version can be tried; then `PATH`, then the usual places.
+    /// The first installation found: `DEVSTACK_POSTGRES_BIN`, with which another version can be
+    /// tried, then `PATH`, then the places where distributions put Postgres.
     fn find() -> Option<Self> {
         Self::all().into_iter().next()
     }
 
-    /// The installed programs of one major version, to go on with data which that version wrote.
+    /// The installed programs of one major version, which are needed to use data that this version
+    /// has written.
     pub(crate) fn of_version(major: &str) -> Option<Self> {
         Self::all()
             .into_iter()
@@ -119,7 +124,7 @@ impl PostgresPrograms {
         let output = crate::process::output(
             std::process::Command::new(self.program("postgres")).arg("--version"),
         )?;
-        // "postgres (PostgreSQL) 15.13 (Debian …)", "postgres (PostgreSQL) 18beta1"
+        // For example "postgres (PostgreSQL) 15.13 (Debian …)" or "postgres (PostgreSQL) 18beta1".
         let version = output.split_whitespace().nth(2).unwrap_or_default();
         Ok(version.chars().take_while(char::is_ascii_digit).collect())
     }
@@ -132,8 +137,8 @@ impl RabbitMqPrograms {
     }
 
     fn find() -> Option<Self> {
-        // Debian's own place comes before PATH: what is in /usr/sbin there is a wrapper that switches to the user
-        // `rabbitmq`, or refuses to run.
+        // Debian's directory of the real scripts comes before PATH. The scripts in /usr/sbin, which
+        // PATH leads to, switch to the user `rabbitmq` or refuse to run.
         let mut places = vec![PathBuf::from("/usr/lib/rabbitmq/bin")];
         for prefix in HOMEBREW {
             places.push(Path::new(prefix).join("opt/rabbitmq/sbin"));
@@ -178,7 +183,7 @@ pub(crate) fn path_directories() -> Vec<PathBuf> {
         .unwrap_or_default()
 }
 
-/// `parent/<prefix><version>/<inside>` for each version there is.
+/// The paths `<parent>/<prefix><version>/<inside>` of all versions that exist, newest first.
 fn newest_first(parent: &str, prefix: &str, inside: &str) -> Vec<PathBuf> {
     let mut found: Vec<(Vec<u32>, PathBuf)> = fs::read_dir(parent)
         .into_iter()

@@ -1,4 +1,5 @@
-//! A private RabbitMQ, with an epmd of its own.
+//! Starts and stops a private RabbitMQ, with an epmd of its own: Erlang's port mapper, through
+//! which rabbitmqctl finds the broker.
 
 use std::env;
 use std::fs::{self, File};
@@ -22,16 +23,21 @@ use crate::service::Service;
 use crate::watchdog::Watchdog;
 use crate::{ATTEMPTS, Options, temporary_directory};
 
+/// Longest start.
 const START: Duration = Duration::from_secs(120);
+
+/// Longest stop before the processes are killed.
 const STOP: Duration = Duration::from_secs(30);
 
-/// A laptop's disk may be nearly full, and its memory large: neither should block publishers unless a test wants it.
+/// The limits at which RabbitMQ blocks publishers are absolute, so that they do not depend on the
+/// size of the machine: publishers should be blocked only where a test wants it.
 const CONFIGURATION: &str = "\
 vm_memory_high_watermark.absolute = 2GB
 disk_free_limit.absolute = 50MB
 ";
 
-/// A RabbitMQ of our own on the loopback interface, stopped when dropped or when this process ends in any way.
+/// A RabbitMQ of our own on the loopback interface. It is stopped when this value is dropped, or by
+/// a watchdog when this process ends.
 #[derive(Debug)]
 pub struct RabbitMq {
     programs: RabbitMqPrograms,
@@ -39,10 +45,9 @@ pub struct RabbitMq {
     node: String,
     temporary: bool,
     ports: Ports,
-    // In the order in which they are to be stopped.
     server: Service,
     epmd: Service,
-    // Last: unlocked when everything is stopped.
+    // The last field, so that the lock is released after everything else is stopped.
     _lock: Lock,
 }
 
@@ -54,12 +59,12 @@ struct Ports {
 }
 
 impl RabbitMq {
-    /// Starts RabbitMQ with its data in `options.dir`, which it creates if need be.
+    /// Starts RabbitMQ with its data in `options.dir`, which is created if need be.
     pub fn start(options: &Options) -> Result<Self> {
         Self::start_in(options, false)
     }
 
-    /// Starts an empty RabbitMQ whose directory is deleted in the end.
+    /// Starts an empty RabbitMQ. Its directory is temporary and deleted when it has stopped.
     pub fn start_temporary(name: &str) -> Result<Self> {
         let dir = temporary_directory(name).join("rabbitmq");
         Self::start_in(
@@ -150,7 +155,8 @@ impl RabbitMq {
         Ok(rabbitmq)
     }
 
-    /// Our own epmd, in the foreground: the one that Erlang would start by itself stays behind as a daemon.
+    /// Starts epmd as a process that we can stop. If it did not run, Erlang would start one itself,
+    /// as a daemon that stays behind.
     fn start_epmd(&self) -> Result<()> {
         let port = self.ports.epmd.to_string();
         let configure = |command: &mut Command| {
@@ -169,7 +175,7 @@ impl RabbitMq {
         )
     }
 
-    /// Starts it after a stop, with the same port and data; returns when it speaks AMQP.
+    /// Starts RabbitMQ after a stop, with the same port and data. Returns when it answers AMQP.
     pub fn start_again(&self) -> Result<()> {
         let configure = |command: &mut Command| {
             command.arg(&self.programs.server);
@@ -186,7 +192,8 @@ impl RabbitMq {
             })
     }
 
-    /// Everything that would otherwise be a place or a port shared with other instances.
+    /// Sets the environment of a RabbitMQ program so that it uses none of the files and ports of
+    /// other instances on this machine.
     fn surroundings(&self, command: &mut Command) {
         for (name, _) in env::vars_os() {
             let text = name.to_string_lossy();
@@ -219,14 +226,15 @@ impl RabbitMq {
             .env("RABBITMQ_MNESIA_BASE", at("mnesia"))
             .env("RABBITMQ_FEATURE_FLAGS_FILE", at("feature_flags"))
             .env("RABBITMQ_LOG_BASE", &self.directory)
-            // To stdout, and so into the one log file.
+            // `-` is stdout, which goes to the log file of the service.
             .env("RABBITMQ_LOGS", "-")
             .env("TERM", "dumb")
             .env("RABBITMQ_PID_FILE", at("node.pid"))
-            // Makes the script become Erlang rather than wait for it, so that there is one process to stop.
+            // Makes the start script `exec` Erlang instead of waiting for it, so that there is one
+            // process to stop.
             .env("RABBITMQ_ALLOW_INPUT", "true")
-            // Two schedulers that do not spin: this is a guest on someone's machine. The last flag means nothing to
-            // Erlang; it makes the process known by its command line.
+            // Two scheduler threads without busy waiting, to leave the machine to others. Erlang
+            // ignores `-devstack`: it marks the command line, by which the process is recognised.
             .env(
                 "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS",
                 format!(
@@ -239,41 +247,42 @@ impl RabbitMq {
                 "RABBITMQ_CTL_ERL_ARGS",
                 "+S 1:1 +sbwt none +sbwtdcpu none +sbwtdio none",
             )
-            // Keeps rabbitmqctl from complaining when the locale is not UTF-8.
+            // Without this, rabbitmqctl warns when the locale is not UTF-8.
             .env("ELIXIR_ERL_OPTIONS", "+fnu");
     }
 
-    /// Stops it in an orderly manner.
+    /// Stops RabbitMQ with SIGTERM, on which it shuts down in order.
     pub fn stop(&self) -> Result<()> {
         self.server.stop(Signal::SIGTERM, STOP)
     }
 
-    /// SIGKILL.
+    /// Kills RabbitMQ with SIGKILL.
     pub fn kill(&self) -> Result<()> {
         self.server.kill()
     }
 
-    /// SIGSTOP: connections stay open and nothing answers.
+    /// Stops RabbitMQ with SIGSTOP: connections stay open, but nothing answers.
     pub fn pause(&self) -> Result<()> {
         self.server.pause()
     }
 
-    /// Ends a pause.
+    /// Lets the processes run again after [`RabbitMq::pause`].
     pub fn resume(&self) -> Result<()> {
         self.server.resume()
     }
 
-    /// The address of the virtual host `/`.
+    /// The URL of the virtual host `/`.
     pub fn url(&self) -> String {
         format!("amqp://guest:guest@127.0.0.1:{}/%2f", self.ports.amqp)
     }
 
-    /// The AMQP port on 127.0.0.1; the same after [`RabbitMq::start_again`].
+    /// The AMQP port on 127.0.0.1. [`RabbitMq::start_again`] keeps it.
     pub fn port(&self) -> u16 {
         self.ports.amqp
     }
 
-    /// What `rabbitmqctl --quiet` prints for this node. A call takes a second or two.
+    /// Runs `rabbitmqctl --quiet` for this node and returns what it prints. A call takes a second
+    /// or two.
     pub fn ctl(&self, args: &[&str]) -> Result<String> {
         let mut command = Command::new(&self.programs.ctl);
         command.arg("--quiet").args(args);
@@ -281,12 +290,12 @@ impl RabbitMq {
         process::output(&mut command)
     }
 
-    /// Makes the broker block all connections that publish.
+    /// Raises a memory alarm, on which the broker blocks all connections that publish.
     pub fn raise_memory_alarm(&self) -> Result<()> {
         self.ctl(&["set_vm_memory_high_watermark", "0"]).map(drop)
     }
 
-    /// Ends the alarm.
+    /// Ends the alarm of [`RabbitMq::raise_memory_alarm`].
     pub fn clear_memory_alarm(&self) -> Result<()> {
         self.ctl(&["set_vm_memory_high_watermark", "absolute", "2GB"])
             .map(drop)
@@ -297,7 +306,7 @@ impl RabbitMq {
         self.ctl(&["close_all_connections", reason]).map(drop)
     }
 
-    /// Where RabbitMQ writes its log.
+    /// The file that RabbitMQ writes its log to.
     pub fn log(&self) -> PathBuf {
         self.server.log()
     }
@@ -319,7 +328,8 @@ impl Drop for RabbitMq {
     }
 }
 
-/// The secret between the node and rabbitmqctl. Erlang refuses one that others can read.
+/// Creates the secret by which rabbitmqctl may control the node. Only the owner may read it, since
+/// Erlang refuses it otherwise.
 fn write_cookie(directory: &Path) -> Result<()> {
     let path = directory.join(".erlang.cookie");
     if path.exists() {

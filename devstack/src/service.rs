@@ -1,4 +1,4 @@
-//! A supervised process: what Postgres, RabbitMQ and epmd have in common.
+//! A supervised process: what the handling of Postgres, RabbitMQ and epmd has in common.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use crate::process::{self, Group};
 use crate::unpoisoned;
 use crate::watchdog::{Launch, Watchdog};
 
-/// One process that can be started, stopped, killed, paused and started again, from any thread.
+/// A process that can be started, stopped, killed, paused and started again, from any thread.
 #[derive(Debug)]
 pub(crate) struct Service {
     name: &'static str,
@@ -25,7 +25,7 @@ pub(crate) struct Service {
 #[derive(Debug, Default)]
 struct State {
     running: Option<Group>,
-    /// What a pause has stopped.
+    /// The processes that a pause has stopped.
     frozen: Vec<i32>,
 }
 
@@ -47,7 +47,8 @@ impl Service {
         self.directory.join(format!("{}.pid", self.name))
     }
 
-    /// Ends what an earlier owner left running because both it and its watchdog were killed.
+    /// Ends the process of an earlier run that is still running. There is one only if both its
+    /// owner and the owner's watchdog were killed.
     pub(crate) fn end_leftover(&self, signal: Signal) -> Result<()> {
         let Ok(text) = fs::read_to_string(self.pidfile()) else {
             return Ok(());
@@ -72,7 +73,8 @@ impl Service {
         Ok(())
     }
 
-    /// Starts it and waits until `ready`, which is given its process id.
+    /// Starts the process and waits until `ready`, which gets its process id, returns true.
+    /// `signal` is what the watchdog ends it with, and `marker` a part of its command line.
     pub(crate) fn start(
         &self,
         signal: Signal,
@@ -118,12 +120,13 @@ impl Service {
         ))
     }
 
-    /// Stops it with `signal`, and with SIGKILL when that takes too long. Stopping what does not run is no error.
+    /// Stops the process with `signal`, and with SIGKILL if that takes too long. It is no error if
+    /// the process does not run.
     pub(crate) fn stop(&self, signal: Signal, within: Duration) -> Result<()> {
         self.end(|group| group.stop(signal, within))
     }
 
-    /// SIGKILL, for all of its processes.
+    /// Kills the process and its descendants with SIGKILL.
     pub(crate) fn kill(&self) -> Result<()> {
         self.end(Group::kill_tree)
     }
@@ -142,7 +145,7 @@ impl Service {
         result
     }
 
-    /// SIGSTOP for all of its processes.
+    /// Stops the process and its descendants with SIGSTOP.
     pub(crate) fn pause(&self) -> Result<()> {
         let mut state = unpoisoned(&self.state);
         let group = state
@@ -151,7 +154,8 @@ impl Service {
             .with_context(|| format!("{} is not running", self.name))?;
         let leader = group.pid();
         let frozen = group.freeze()?;
-        // A stopped process does not notice that its parent died, so the watchdog has to know each of them.
+        // A stopped process does not notice that its parent has died, so the watchdog has to end
+        // each of them.
         for &pid in frozen.iter().filter(|&&pid| pid != leader) {
             self.watchdog.watch(pid, Signal::SIGKILL);
         }
@@ -159,7 +163,7 @@ impl Service {
         Ok(())
     }
 
-    /// Lets a paused service go on.
+    /// Lets the processes run again that `pause` has stopped.
     pub(crate) fn resume(&self) -> Result<()> {
         let mut state = unpoisoned(&self.state);
         let group = state

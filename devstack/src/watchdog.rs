@@ -1,4 +1,5 @@
-//! The process that outlives its owner and stops what the owner started.
+//! A watchdog is a process that waits for the end of the process that started it, its owner, and
+//! then stops what the owner has left running.
 
 use std::fs::File;
 use std::io::Write;
@@ -14,11 +15,12 @@ use nix::sys::signal::Signal;
 use crate::process::Group;
 use crate::unpoisoned;
 
-/// Reads what to watch from a pipe that only the owner can write to. However the owner ends, the pipe ends with it; then
-/// each process group that is left gets its signal, and SIGKILL when it does not obey.
+/// The watchdog's script. It reads from a pipe what to watch. However the owner ends, the pipe is
+/// then closed; each process group that is watched gets its signal, and SIGKILL if it has not ended
+/// in time.
 ///
-/// Lines are `+ PID SIGNAL` and `- PID`. The arguments are the patience in tenths of a second, and a directory to delete
-/// in the end, or nothing.
+/// The lines are `+ PID SIGNAL` to watch a group and `- PID` to forget it. The arguments are the
+/// time until SIGKILL, in tenths of a second, and a directory to delete at last, or an empty text.
 const WATCH: &str = r#"
 trap '' HUP INT QUIT TERM
 patience=$1 directory=$2 watched=
@@ -55,8 +57,9 @@ fi
 exit 0
 "#;
 
-/// Tells the watchdog its own id before it becomes the program: there is no moment in which the owner can die and leave a
-/// process that nobody knows of. Its stdout is the watchdog's pipe until `exec`.
+/// Starts a program under a watchdog. The script tells the watchdog its own process id, through its
+/// stdout, which is the watchdog's pipe, and only then becomes the program with `exec`. So there is
+/// no moment in which the owner can die and leave a program that the watchdog does not know.
 const LAUNCH: &str = r#"
 signal=$1 log=$2 pidfile=$3 marker=$4
 shift 4
@@ -65,19 +68,20 @@ echo "$$ $marker" >"$pidfile"
 exec "$@" </dev/null >>"$log" 2>&1
 "#;
 
-/// How a process is started under a watchdog.
+/// How a program is started under a watchdog.
 pub(crate) struct Launch<'a> {
-    /// What the watchdog sends to end it.
+    /// The signal with which the watchdog ends it.
     pub(crate) signal: Signal,
-    /// Where its output goes.
+    /// The file that its output is appended to.
     pub(crate) log: &'a Path,
-    /// Where its id and the marker are written, for the next run to find it if all else failed.
+    /// The file that its process id and the marker are written to. By it the next run finds a
+    /// process that is left because owner and watchdog were both killed.
     pub(crate) pidfile: &'a Path,
-    /// What its command line is known by.
+    /// A part of its command line, by which the next run recognises it.
     pub(crate) marker: &'a str,
 }
 
-/// The owner's end of it.
+/// The owner's handle of a watchdog.
 #[derive(Debug)]
 pub(crate) struct Watchdog {
     pipe: Mutex<Option<ChildStdin>>,
@@ -85,8 +89,9 @@ pub(crate) struct Watchdog {
 }
 
 impl Watchdog {
-    /// `lock` is a lock to hold on to, so that a new owner waits until the old one's processes are gone. `delete` is
-    /// removed when the owner is done or gone, and its parent if that leaves it empty.
+    /// Starts a watchdog. When everything is stopped it deletes the directory `delete`, and the
+    /// parent of that if it is left empty. It holds `lock` until it ends, so that a new owner waits
+    /// until the processes of the old one have ended.
     pub(crate) fn start(lock: Option<File>, delete: Option<&Path>) -> Result<Self> {
         let mut child = Command::new("/bin/sh")
             .args(["-c", WATCH, "devstack-watchdog", "100"])
@@ -105,7 +110,8 @@ impl Watchdog {
         })
     }
 
-    /// Starts a process in a group of its own; `configure` adds the program, its arguments and its surroundings.
+    /// Starts a program in a process group of its own. `configure` adds the program, its arguments
+    /// and its environment to the command.
     pub(crate) fn launch(
         &self,
         launch: &Launch,
@@ -134,18 +140,19 @@ impl Watchdog {
         Ok(Group::new(child))
     }
 
-    /// Adds a process group that the owner found rather than started.
+    /// Makes the watchdog watch a process group that was not started with `launch`.
     pub(crate) fn watch(&self, pid: i32, signal: Signal) {
         self.tell(&format!("+ {pid} {}\n", short(signal)));
     }
 
-    /// A process that ended must be forgotten: its id may be given to someone else.
+    /// Makes the watchdog forget a process that has ended, because its id may be given to another
+    /// process.
     pub(crate) fn forget(&self, pid: i32) {
         self.tell(&format!("- {pid}\n"));
     }
 
     fn tell(&self, line: &str) {
-        // It fails only if someone killed the watchdog; the owner still stops everything itself.
+        // This fails only if the watchdog was killed. The owner then still stops everything itself.
         if let Some(pipe) = unpoisoned(&self.pipe).as_mut() {
             let _ = pipe.write_all(line.as_bytes());
         }
@@ -153,14 +160,15 @@ impl Watchdog {
 }
 
 impl Drop for Watchdog {
-    /// Lets it do what it does for a dead owner, and waits for that.
+    /// Closes the pipe, on which the watchdog does what it does when the owner dies, and waits
+    /// until it has done so.
     fn drop(&mut self) {
         drop(unpoisoned(&self.pipe).take());
         let _ = unpoisoned(&self.child).wait();
     }
 }
 
-/// `TERM` for SIGTERM, as `kill -s` wants it.
+/// The name of a signal as `kill -s` expects it: `TERM` for SIGTERM.
 fn short(signal: Signal) -> &'static str {
     signal.as_str().trim_start_matches("SIG")
 }

@@ -1,4 +1,4 @@
-//! Real processes, started and stopped in every way.
+//! Starts and stops real services in every way, also by killing the process that owns them.
 
 use std::env;
 use std::fs;
@@ -247,7 +247,8 @@ fn what_is_left_when_even_the_watchdog_was_killed_is_ended_by_the_next_owner() {
     fs::remove_dir_all(&options.dir).unwrap();
 }
 
-/// This program again, as the process that owns services and is killed.
+/// A process that starts services and is then killed. It is this test program, started again to run
+/// only `the_owner`.
 struct Owner {
     child: Child,
     report: PathBuf,
@@ -271,7 +272,7 @@ impl Owner {
         PathBuf::from(fs::read_to_string(&self.report).unwrap())
     }
 
-    /// Its children that are programs, not the watchdogs.
+    /// The children that are services; its other children are watchdogs.
     fn services(&self) -> Vec<u32> {
         let is_service = |pid: &u32| {
             let program = fs::read_link(format!("/proc/{pid}/exe")).unwrap();
@@ -299,7 +300,7 @@ impl Drop for Owner {
     }
 }
 
-/// Not a test: what [`Owner`] runs.
+/// Not a test: the code that [`Owner`] runs as a process of its own.
 #[test]
 #[ignore = "runs as a process of other tests"]
 fn the_owner() {
@@ -339,7 +340,8 @@ fn the_owner() {
     let unfinished = report.with_extension("new");
     fs::write(&unfinished, directory.to_str().unwrap()).unwrap();
     fs::rename(&unfinished, &report).unwrap();
-    // Its end comes from outside; this is only for the case that whoever was to bring it is gone.
+    // The test kills this process. If the test has died before that, the process ends by itself
+    // after a while.
     thread::sleep(Duration::from_secs(120));
 }
 
@@ -372,7 +374,8 @@ fn children(of: u32) -> Vec<u32> {
         .collect()
 }
 
-/// Zombies do not count: whoever inherits them reaps them when it likes.
+/// Whether a process runs. A zombie does not: when its parent was killed, it stays until whoever
+/// inherits it reaps it.
 fn is_alive(pid: u32) -> bool {
     let status = Path::new("/proc").join(pid.to_string()).join("status");
     fs::read_to_string(status).is_ok_and(|text| !text.contains("State:\tZ"))

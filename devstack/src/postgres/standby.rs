@@ -1,4 +1,4 @@
-//! A standby of a private Postgres, and its promotion.
+//! Creates a standby of a private Postgres, and promotes it.
 
 use std::fs;
 use std::process::Command;
@@ -13,18 +13,20 @@ use crate::process;
 use crate::service::Service;
 use crate::unpoisoned;
 
-/// The two places of a server and its standby; who is promoted leaves the other one free.
+/// The data directories and service names of a server and its standby. The server in use has one
+/// of the two pairs, and a new standby gets the other one.
 const PLACES: [(&str, &str); 2] = [("data", "postgres"), ("data.standby", "standby")];
 
-/// How long a standby may take to catch up, and to become a primary.
+/// How long a standby may take to become synchronous, and to be promoted.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A copy that follows a [`Postgres`]: what is committed there is on its disk as well.
+/// A synchronous copy of a [`Postgres`]: a transaction that was committed there is in the standby's
+/// WAL as well.
 #[derive(Debug)]
 pub struct Standby(Arc<Server>);
 
 impl Postgres {
-    /// Makes a standby, and returns when it is a synchronous one: from then on no commit is confirmed without it.
+    /// Starts a standby and returns when it is synchronous: from then on each commit waits for it.
     pub fn standby(&self) -> Result<Standby> {
         let primary = self.primary();
         let own = self.directory.join(PLACES[0].0);
@@ -60,7 +62,8 @@ impl Postgres {
         follows.map(|()| Standby(server))
     }
 
-    /// Waits for it, and for all that was committed before.
+    /// Makes the standby synchronous and waits until it is, and until it has all that was committed
+    /// before.
     fn follow(&self) -> Result<()> {
         let ask = |sql| self.psql("postgres", sql);
         ask("ALTER SYSTEM SET synchronous_standby_names = 'standby'")?;
@@ -72,7 +75,8 @@ impl Postgres {
         ask("SELECT pg_logical_emit_message(true, 'standby', 'follows')").map(drop)
     }
 
-    /// Lets the standby take the place of the primary, which has to be stopped; for as long as this value lives.
+    /// Makes the standby the server in use. The old primary must have been stopped. This lasts as
+    /// long as the value lives; a later run begins with the first data directory again.
     pub fn promote(&self, standby: Standby) -> Result<()> {
         let url = standby.0.url("postgres");
         let seconds = PATIENCE.as_secs();

@@ -1,4 +1,4 @@
-//! `cargo dev fuzz`.
+//! `cargo dev fuzz`: builds the decoders with libFuzzer and runs them.
 
 use std::fs;
 
@@ -8,7 +8,8 @@ use devstack::{Foreground, exit_code};
 use crate::interrupts::Interrupts;
 use crate::workspace::Workspace;
 
-/// What cargo-fuzz asks of the compiler when it uses no sanitizer: coverage that libFuzzer reads. Stable has all of it.
+/// Makes the compiler record coverage in the form that libFuzzer reads. These are the flags that
+/// cargo-fuzz uses without a sanitizer; stable Rust has all of them.
 const FLAGS: &str = "--cfg libfuzzer \
     -Cpasses=sancov-module \
     -Cllvm-args=-sanitizer-coverage-level=4 \
@@ -16,7 +17,7 @@ const FLAGS: &str = "--cfg libfuzzer \
     -Cllvm-args=-sanitizer-coverage-pc-table \
     -Cllvm-args=-sanitizer-coverage-trace-compares";
 
-/// A decoder.
+/// The decoder that is fed.
 #[derive(Clone, Copy, clap::ValueEnum)]
 pub(crate) enum Target {
     /// RetryMessages in protobuf
@@ -30,6 +31,7 @@ pub(crate) enum Target {
 impl Target {
     pub(crate) const ALL: [Self; 3] = [Self::Protobuf, Self::Json, Self::DeadLetter];
 
+    /// The name of its binary, and of the directory of its seeds.
     fn name(self) -> &'static str {
         match self {
             Self::Protobuf => "protobuf",
@@ -39,7 +41,8 @@ impl Target {
     }
 }
 
-/// Runs one target after the other until one fails. What was found stays under target/fuzz and is where the next run goes on.
+/// Runs one target after the other until one fails. The inputs that reached new code are kept under
+/// target/fuzz, and the next run begins with them.
 pub(crate) fn run(
     workspace: &Workspace,
     targets: &[Target],
@@ -55,7 +58,8 @@ pub(crate) fn run(
         fs::create_dir_all(&corpus)
             .with_context(|| format!("Failed to create {}", corpus.display()))?;
         let mut command = workspace.cargo(&["run", "--quiet", "--profile", "fuzz"]);
-        // With a target named, build scripts and macros are not instrumented: they are not linked with libFuzzer.
+        // With `--target`, cargo does not use RUSTFLAGS for build scripts and macros. They must not
+        // be instrumented, since they are not linked with libFuzzer.
         command.args(["--package", "fuzz", "--bin", target, "--target", &host]);
         command.arg("--target-dir").arg(&directory).arg("--");
         command.arg(corpus).arg(sources.join("seeds").join(target));
@@ -81,7 +85,7 @@ pub(crate) fn run(
     Ok(0)
 }
 
-/// The compiler's own target.
+/// The target triple of the machine that the compiler runs on.
 fn host() -> Result<String> {
     let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
     let output = std::process::Command::new(rustc).arg("-vV").output();

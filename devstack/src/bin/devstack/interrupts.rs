@@ -1,4 +1,4 @@
-//! Ctrl-C, SIGTERM and SIGHUP.
+//! Handles Ctrl-C, SIGTERM and SIGHUP.
 
 use std::process::{self, ExitStatus};
 use std::sync::Arc;
@@ -7,9 +7,10 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use anyhow::{Context, Result};
 use devstack::Foreground;
 
-/// While a program is in the foreground, interrupts are for that program. At any other time one ends the process at once,
-/// and the watchdogs stop what it started.
+/// While a program runs in the foreground, interrupts are passed on to it. At any other time an
+/// interrupt ends this process at once, and the watchdogs stop what it has started.
 pub(crate) struct Interrupts {
+    /// Whether a program runs in the foreground.
     counted: Arc<AtomicBool>,
     count: Arc<AtomicUsize>,
 }

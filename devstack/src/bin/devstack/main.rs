@@ -1,4 +1,4 @@
-//! `cargo dev …`: the service with everything it needs, in one command.
+//! `cargo dev …`: runs the service, its tests and its tools with the services they need.
 
 mod fuzz;
 mod interrupts;
@@ -19,8 +19,9 @@ use crate::workspace::Workspace;
 
 /// Runs retry-scheduler with a Postgres and a RabbitMQ of its own.
 ///
-/// Both are found on this machine, or installed from Debian's packages. They run as private processes on free ports of
-/// the loopback interface, beside any others, and are stopped in the end, however that comes about.
+/// Both are found on this machine, or installed from Debian's packages. They run as private
+/// processes on free ports of the loopback interface, beside any others, and are stopped when the
+/// command ends, however it ends.
 #[derive(Parser)]
 #[command(name = "cargo dev", bin_name = "cargo dev", after_help = AFTER_HELP)]
 struct Arguments {
@@ -57,25 +58,26 @@ enum Command {
     Demo(Passed),
     /// Measure the service against what the broker can do without it
     Bench(Passed),
-    /// Do everything to the service that can be done, and see whether a message is lost
+    /// Run the service through kills, freezes and outages, and see whether a message is lost
     Torture(Passed),
-    /// Feed the decoders what no producer would send, guided by what it reaches
+    /// Feed mutated inputs to the decoders, guided by the code they reach
     ///
-    /// Needs a C++ compiler, which libFuzzer is built with. What fails is written to target/fuzz; give its path after
-    /// `--` to see it again.
+    /// Needs a C++ compiler, which libFuzzer is built with. An input that fails is written to
+    /// target/fuzz; give its path after `--` to run it again.
     Fuzz {
-        /// Which decoder; all of them if none is named
+        /// The decoders to feed; all of them if none is named
         #[arg(value_enum, default_values_t = fuzz::Target::ALL)]
         targets: Vec<fuzz::Target>,
-        /// Inputs for each
+        /// Inputs for each decoder
         #[arg(long, default_value_t = 100_000)]
         runs: u64,
-        /// More arguments for libFuzzer; `-help=1` tells them
+        /// More arguments for libFuzzer; `-help=1` lists them
         #[arg(last = true)]
         args: Vec<String>,
     },
 }
 
+// The arguments of a subcommand that passes all of them on, `--help` included.
 #[derive(clap::Args)]
 #[command(disable_help_flag = true)]
 struct Passed {
@@ -114,7 +116,7 @@ fn run(command: Command) -> Result<u8> {
     }
 }
 
-/// Becomes `retry-scheduler send`, so that it has our stdin.
+/// Replaces this process with `retry-scheduler send`, which can then read our stdin.
 fn send(workspace: &Workspace, args: &[String]) -> Result<u8> {
     let (profile, variables) = Surroundings::of_running(workspace)?;
     let mut command = workspace.cargo(&["run", "--quiet", "--package", "retry-scheduler"]);
@@ -129,7 +131,8 @@ fn test(workspace: &Workspace, args: &[String]) -> Result<u8> {
     Ok(exit_code(interrupts.wait(&mut tests, || {})?))
 }
 
-/// The service is built by itself first: together with other packages it might get features that it is not shipped with.
+/// Builds the service by itself before the benchmark: built together with other packages, its
+/// dependencies might get features that it is not shipped with.
 fn bench(workspace: &Workspace, args: &[String]) -> Result<u8> {
     if !asks_for_help(args) {
         let mut build = workspace.cargo(&["build", "--release", "--package", "retry-scheduler"]);
@@ -146,9 +149,11 @@ fn asks_for_help(args: &[String]) -> bool {
     args.iter().any(|arg| arg == "--help" || arg == "-h")
 }
 
-/// It starts services of its own, and instances of the binary, which `cargo run --example` alone does not build.
-/// The binary can be told to die at a named place, or to have the bug that `RETRY_PLANT` names; but a steady load is for
-/// what is released.
+/// The torture campaign starts its own services and instances of the service's binary, which is
+/// built first because `cargo run` builds only the campaign.
+///
+/// With the feature `plant` the binary can be made to die at a named place, or to have the bug that
+/// `RETRY_PLANT` names. A steady load measures the release build instead, which cannot.
 fn torture(workspace: &Workspace, args: &[String]) -> Result<u8> {
     let interrupts = Interrupts::catch()?;
     devstack::ensure_installed()?;
@@ -175,7 +180,8 @@ fn torture(workspace: &Workspace, args: &[String]) -> Result<u8> {
     Ok(exit_code(interrupts.wait(&mut campaign, || {})?))
 }
 
-/// Runs what `cargo run <target>` names with the addresses of both services. For its help, nothing is started.
+/// Runs the program that `cargo run <target>` names, with the URLs of both services in its
+/// environment. If only its help is asked for, the services are not started.
 fn with_services(
     workspace: &Workspace,
     profile: &str,

@@ -1,4 +1,5 @@
-//! What the service needs around it: a Postgres and a RabbitMQ, ours or someone else's.
+//! What the service needs around it: a Postgres and a RabbitMQ. We start them, unless the
+//! environment names others.
 
 use std::env;
 use std::fs;
@@ -14,7 +15,7 @@ const DATABASE_URL: &str = "DATABASE_URL";
 const RABBITMQ_URL: &str = "RABBITMQ_URL";
 const DATABASE: &str = "retry_scheduler";
 
-/// The addresses, and what has to stay alive for them to be right.
+/// The URLs of both services, and those services that we have started, which stop when this drops.
 pub(crate) struct Surroundings {
     pub(crate) database_url: String,
     pub(crate) rabbitmq_url: String,
@@ -24,8 +25,11 @@ pub(crate) struct Surroundings {
 }
 
 impl Surroundings {
-    /// Starts what the environment does not name an address for; the caller holds the workspace's lock.
-    /// `profile` is cargo's, for another process to use what is built already.
+    /// Starts each service that the environment gives no URL for. The caller must hold the lock of
+    /// the workspace.
+    ///
+    /// The URLs are written to a file, for `cargo dev send`, and so is cargo's `profile`, so that
+    /// it uses the binary that is built already.
     pub(crate) fn start(workspace: &Workspace, profile: &str) -> Result<Self> {
         let given = |name| env::var(name).ok().filter(|value| !value.is_empty());
         let (database_url, rabbitmq_url) = (given(DATABASE_URL), given(RABBITMQ_URL));
@@ -79,7 +83,8 @@ impl Surroundings {
         Ok(surroundings)
     }
 
-    /// Cargo's profile and the variables of what another process of this checkout has started.
+    /// Reads the profile and the variables that another process of this checkout has written. Fails
+    /// if that process does not run.
     pub(crate) fn of_running(workspace: &Workspace) -> Result<(String, Vec<(String, String)>)> {
         let state = fs::read_to_string(state_path(workspace))
             .ok()
@@ -95,6 +100,7 @@ impl Surroundings {
         Ok((profile.to_owned(), variables))
     }
 
+    /// The environment variables from which a program takes the URLs.
     pub(crate) fn variables(&self) -> [(&'static str, &str); 2] {
         [
             (DATABASE_URL, &self.database_url),
@@ -102,7 +108,7 @@ impl Surroundings {
         ]
     }
 
-    /// The logs of what we started.
+    /// The log files of the services that we have started.
     pub(crate) fn logs(&self) -> Vec<PathBuf> {
         self.postgres
             .iter()
@@ -118,6 +124,7 @@ impl Drop for Surroundings {
     }
 }
 
+/// The file with the profile and the variables. It exists while the services run.
 fn state_path(workspace: &Workspace) -> PathBuf {
     workspace.directory().join("running")
 }

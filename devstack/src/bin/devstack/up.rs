@@ -1,4 +1,4 @@
-//! `cargo dev up`.
+//! `cargo dev up`: runs the service in the foreground.
 
 use std::env;
 use std::io::{Read, Write};
@@ -15,13 +15,15 @@ use crate::workspace::Workspace;
 
 const DEFAULT_PORT: u16 = 8086;
 
-/// Builds the service while its surroundings start, runs it, and says where it is when it is ready.
+/// Builds the service while Postgres and RabbitMQ start, runs it, and prints its addresses when it
+/// is ready.
 pub(crate) fn run(workspace: &Workspace, release: bool, args: &[String]) -> Result<u8> {
     let interrupts = Interrupts::catch()?;
     let lock = workspace.lock()?;
     let profile = if release { "release" } else { "dev" };
 
-    // Not joined when the build fails: the process ends, and the watchdogs stop what was started so far.
+    // If the build fails, the thread is not waited for: this process ends, and the watchdogs stop
+    // what was started so far.
     let starting = thread::spawn({
         let workspace = workspace.clone();
         move || Surroundings::start(&workspace, profile)

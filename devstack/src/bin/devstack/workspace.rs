@@ -1,4 +1,4 @@
-//! The checkout that we are in.
+//! The checkout of retry-scheduler that `cargo dev` works in.
 
 use std::env;
 use std::fs;
@@ -8,7 +8,7 @@ use std::process::Command;
 use anyhow::{Context, Result, anyhow};
 use devstack::Lock;
 
-/// Its root, and the directory for everything that runs.
+/// The root of the checkout, and the directory for data and logs of what runs in it.
 #[derive(Clone)]
 pub(crate) struct Workspace {
     root: PathBuf,
@@ -16,7 +16,8 @@ pub(crate) struct Workspace {
 }
 
 impl Workspace {
-    /// Cargo says where the package is; without it, the directory we are in, or one above, must be the root.
+    /// Finds the root: cargo tells where this package is. If we were not started by cargo, the
+    /// current directory or one above it must be the root.
     pub(crate) fn find() -> Result<Self> {
         let here = env::current_dir().context("There is no current directory")?;
         let from_cargo = env::var_os("CARGO_MANIFEST_DIR").map(PathBuf::from);
@@ -48,7 +49,7 @@ impl Workspace {
         self.directory.join("lock")
     }
 
-    /// One `up` or `demo` at a time.
+    /// Takes the lock of the checkout: only one command at a time may run services in it.
     pub(crate) fn lock(&self) -> Result<Lock> {
         fs::create_dir_all(&self.directory)
             .with_context(|| format!("Failed to create {}", self.directory.display()))?;
@@ -57,12 +58,13 @@ impl Workspace {
         })
     }
 
-    /// The process that has the lock.
+    /// The process that holds the lock, if there is one.
     pub(crate) fn owner(&self) -> Option<i32> {
         Lock::owner(&self.lock_path())
     }
 
-    /// Cargo in the root, as if it were called by hand: without what `cargo run` told us about ourselves.
+    /// Returns a command that runs cargo in the root. The variables that `cargo run` has set for
+    /// this process are removed, so that cargo behaves as if it were called by hand.
     pub(crate) fn cargo(&self, args: &[&str]) -> Command {
         let mut command = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
         for (name, _) in env::vars_os() {
