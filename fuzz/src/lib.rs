@@ -1,8 +1,8 @@
-//! What must hold of whatever a decoder is given.
+//! Checks what must hold for any input of the decoders.
 //!
-//! Each target turns bytes into a delivery and hands it to `check`: the task that
-//! comes out can be stored, the message is whole, and what is sent on from it can
-//! be read again. Without libFuzzer the same is done to the seeds, as a test.
+//! Each target turns bytes into a delivery and hands it to `check`: the decoded task can be stored,
+//! the message is complete, and what is sent on from it can be read again. `cargo dev fuzz` runs
+//! the targets under libFuzzer; a test runs them once on each seed.
 
 #![forbid(unsafe_code)]
 
@@ -28,12 +28,14 @@ use uuid::Uuid;
 pub use dead_letter::dead_letter;
 pub use retry_message::{json, protobuf};
 
+/// The id for a message that brings none, and for one that is invalid.
 const FRESH: Uuid = Uuid::from_u128(42);
 
-/// The end of the year 9999.
+/// The end of the year 9999: the decoders refuse any later moment.
 const LATEST_MS: i64 = 253_402_300_799_999;
 
-/// A policy of each kind of identity, and a payload limit that small inputs reach.
+/// The rules of a source. They have a policy for each kind of identity, by id and by payload, and a
+/// payload limit that small inputs reach.
 fn rules(source: Source) -> &'static Rules {
     static BOTH: LazyLock<[Rules; 2]> = LazyLock::new(|| {
         let settings = Settings::load(None, |_| None).expect("the default settings");
@@ -63,7 +65,7 @@ fn decoded(body: &[u8], properties: &BasicProperties, source: Source) -> NewTask
     decode(arrived, rules(source), || FRESH)
 }
 
-/// Decodes a delivery and checks all that must hold of any task.
+/// Decodes a delivery, checks what must hold for any task, and returns the task.
 fn check(body: &[u8], properties: &BasicProperties, source: Source) -> NewTask {
     let rules = rules(source);
     let task = decoded(body, properties, source);
@@ -84,7 +86,7 @@ fn check(body: &[u8], properties: &BasicProperties, source: Source) -> NewTask {
     task
 }
 
-/// Postgres takes it, and what follows from it.
+/// Checks that Postgres can store the task, and the due moment that follows from it.
 fn can_be_stored(task: &NewTask, rules: &Rules) {
     let labels = &task.labels;
     let texts = [
@@ -100,7 +102,7 @@ fn can_be_stored(task: &NewTask, rules: &Rules) {
     ];
     for text in texts.into_iter().flatten() {
         assert!(!text.contains('\0'), "Postgres refuses NUL: {text:?}");
-        // A NUL is made visible in three bytes.
+        // Three times the limit, because each NUL is replaced by a visible sign of three bytes.
         assert!(text.len() <= 3 * 64 * 1024, "{} bytes", text.len());
     }
     if let Some(key) = &task.idempotency_key {
@@ -127,8 +129,8 @@ fn can_be_stored(task: &NewTask, rules: &Rules) {
     }
 }
 
-/// Whether JSON can say it: it has no word for NaN, serde_json may miss the last digit of a fraction, and it has a
-/// limit to nesting.
+/// Whether the properties are the same after they were written as JSON and read again. JSON has no
+/// NaN, serde_json may change the last digit of a fraction, and it limits the depth of nesting.
 fn speaks_json(properties: &Properties) -> bool {
     fn value(header: &HeaderValue, depth: usize) -> bool {
         depth < 16
@@ -157,7 +159,7 @@ mod tests {
         assert!(seen > 0, "{target} has no seeds");
     }
 
-    /// What `cargo dev fuzz` begins with, and what it once found.
+    /// The seeds are what `cargo dev fuzz` begins with, and inputs that once failed.
     #[test]
     fn all_seeds_hold() {
         all_hold("protobuf", crate::protobuf);

@@ -1,4 +1,5 @@
-//! What becomes of a task: it goes back, or to people, and can be read there.
+//! Checks what is sent on from a task: the message that goes back to its queue, and the one that
+//! goes to review.
 
 use chrono::DateTime;
 use lapin::types::{AMQPValue, FieldTable, ShortString, generation::gen_field_table};
@@ -12,7 +13,7 @@ use retry_scheduler::{
     },
 };
 
-/// The smallest frame that brokers agree on by default; headers must fit one.
+/// RabbitMQ's default limit of a frame. The headers of a message must fit into one frame.
 const FRAME_BYTES: usize = 128 * 1024;
 
 pub(crate) fn check(new: &NewTask) {
@@ -25,7 +26,7 @@ pub(crate) fn check(new: &NewTask) {
     }
 }
 
-/// The row as the dispatcher gets it.
+/// The task as the dispatcher claims it, once it is stored.
 fn claimed(new: &NewTask) -> Task {
     Task {
         id: 1,
@@ -75,7 +76,7 @@ fn goes_back(new: &NewTask, mut task: Task) {
         );
     }
 
-    // It dies there and comes here as a dead letter: it is the same message still.
+    // If it fails there and comes back as a dead letter, it is recognised as the same message.
     let mut death = FieldTable::default();
     death.insert(
         "queue".into(),
@@ -97,6 +98,8 @@ fn goes_back(new: &NewTask, mut task: Task) {
     }
 }
 
+/// Whether a header must not be sent back: `CC` and `BCC` make the broker send copies, and the
+/// others are the broker's own record of earlier deliveries.
 fn harmful(name: &str) -> bool {
     let name = name.to_ascii_lowercase();
     ["x-death", "x-delivery-count", "cc", "bcc"].contains(&name.as_str())
@@ -104,7 +107,8 @@ fn harmful(name: &str) -> bool {
         || name.starts_with("x-last-death-")
 }
 
-/// RabbitMQ closes the connection over a float that is no number.
+/// Whether RabbitMQ can read the value. It closes the connection over a float that is NaN or
+/// infinite.
 fn is_readable(value: &AMQPValue) -> bool {
     match value {
         AMQPValue::Float(x) => x.is_finite(),

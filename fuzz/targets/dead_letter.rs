@@ -1,4 +1,4 @@
-//! See the function that it calls.
+//! Runs [`fuzz::dead_letter`] under libFuzzer.
 #![cfg_attr(libfuzzer, no_main)]
 
 #[cfg(libfuzzer)]

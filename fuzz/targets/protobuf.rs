@@ -1,4 +1,4 @@
-//! See the function that it calls.
+//! Runs [`fuzz::protobuf`] under libFuzzer.
 #![cfg_attr(libfuzzer, no_main)]
 
 #[cfg(libfuzzer)]
