@@ -4,10 +4,9 @@ ARG RUST_VERSION=1.95
 FROM rust:${RUST_VERSION}-slim-bookworm AS build
 WORKDIR /src
 
-# The dependencies are a layer of their own, built around empty sources: they are
-# compiled again only when a manifest or the lock file changes. The members
-# bench, devstack and fuzz are never built here, but the workspace does not load
-# without them.
+# Compile the dependencies in a layer of their own, with empty sources, so that they are compiled
+# again only when a manifest or the lock file changes. The members bench, devstack and fuzz are not
+# built here, but cargo does not load the workspace without their manifests and sources.
 COPY Cargo.toml Cargo.lock ./
 COPY bench/Cargo.toml bench/
 COPY devstack/Cargo.toml devstack/
@@ -19,9 +18,9 @@ RUN mkdir src bench/src devstack/src fuzz/src \
     && touch src/lib.rs devstack/src/lib.rs fuzz/src/lib.rs \
     && cargo build --release --locked --bin retry-scheduler
 
-# build.rs compiles proto/; the migrations and the policy presets end up in the
-# binary. Copied files are older than what was built around the empty ones, so
-# cargo has to be told that they changed.
+# build.rs compiles proto/, and the binary contains the migrations and the policy presets. Copied
+# files keep their times, which are older than the build of the empty sources; `touch` makes cargo
+# see that they have changed.
 COPY build.rs policies.toml ./
 COPY proto proto
 COPY migrations migrations
@@ -29,8 +28,8 @@ COPY src src
 RUN touch build.rs src/main.rs src/lib.rs \
     && cargo build --release --locked --bin retry-scheduler
 
-# The root of the image: the binary, the libraries it links, CA certificates, a
-# user, and nothing else: no shell, no package manager.
+# Collect the files of the image: the binary, the libraries that it links, CA certificates and a
+# user. There is no shell and no package manager.
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 RUN mkdir -p /image/usr/local/bin /image/etc/ssl/certs \
     && cp target/release/retry-scheduler /image/usr/local/bin/ \
@@ -45,11 +44,11 @@ LABEL org.opencontainers.image.title="retry-scheduler" \
       org.opencontainers.image.licenses="MIT OR Apache-2.0"
 COPY LICENSE-APACHE LICENSE-MIT /usr/share/doc/retry-scheduler/
 COPY --from=build /image /
-# `nonroot`, as a number, so that a host can see that it is not root.
+# The user `nonroot`, as a number, from which an orchestrator can tell that it is not root.
 USER 65532:65532
 EXPOSE 8086
 STOPSIGNAL SIGTERM
-# Ready means that Postgres answers and RabbitMQ is subscribed to and published to.
+# `probe` succeeds when Postgres answers, the consumers are subscribed and the publishers usable.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30s --retries=3 \
     CMD ["/usr/local/bin/retry-scheduler", "probe"]
 ENTRYPOINT ["/usr/local/bin/retry-scheduler"]
