@@ -69,7 +69,7 @@ pub struct Args {
     /// Run only this scenario; may be given several times
     #[arg(long, value_enum, value_name = "NAME")]
     only: Vec<Scenario>,
-    /// Rounds of each scenario [default: 3 to 5, in the full form 7]
+    /// Rounds of each scenario [default: 2 to 5, in the full form 7]
     #[arg(long)]
     rounds: Option<usize>,
     /// Write everything that was measured, each round of it, as JSON

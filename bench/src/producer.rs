@@ -85,8 +85,8 @@ impl Producer {
         Ok(())
     }
 
-    /// Publishes one message for the first target queue that is due at `due_ms`, in Unix time. Does
-    /// not wait for the confirm.
+    /// Publishes one message that is due at `due_ms`, in Unix time, for the first target queue.
+    /// Does not wait for the confirm.
     pub async fn send_due_at(
         &self,
         entry: &str,

@@ -25,10 +25,10 @@ use crate::{ATTEMPTS, Options, temporary_directory, unpoisoned};
 
 pub use standby::Standby;
 
-/// Longest start. After a crash Postgres may have to replay a lot of WAL.
+/// How long the start may take. After a crash Postgres may have to replay a lot of WAL.
 const START: Duration = Duration::from_secs(60);
 
-/// Longest stop before the processes are killed.
+/// How long a stop may take before the processes are killed.
 const STOP: Duration = Duration::from_secs(20);
 
 /// A Postgres of our own on the loopback interface. It is stopped when this value is dropped, or by

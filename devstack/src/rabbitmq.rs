@@ -23,10 +23,10 @@ use crate::service::Service;
 use crate::watchdog::Watchdog;
 use crate::{ATTEMPTS, Options, temporary_directory};
 
-/// Longest start.
+/// How long the start may take.
 const START: Duration = Duration::from_secs(120);
 
-/// Longest stop before the processes are killed.
+/// How long a stop may take before the processes are killed.
 const STOP: Duration = Duration::from_secs(30);
 
 /// The limits at which RabbitMQ blocks publishers are absolute, so that they do not depend on the
