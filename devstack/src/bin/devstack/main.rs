@@ -146,9 +146,10 @@ fn asks_for_help(args: &[String]) -> bool {
     args.iter().any(|arg| arg == "--help" || arg == "-h")
 }
 
-/// It starts services of its own, and instances of the binary, which `cargo run --example` alone does not build.
-/// The binary can be told to die at a named place, or to have the bug that `RETRY_PLANT` names; but a steady load is for
-/// what is released.
+/// Builds the campaign together with the binary that it starts instances of, and runs it; it starts services of its own.
+///
+/// With the feature `plant`, the binary can be told to die at a named place, or to have the bug that `RETRY_PLANT` names.
+/// A steady load measures a release build without that feature instead.
 fn torture(workspace: &Workspace, args: &[String]) -> Result<u8> {
     let interrupts = Interrupts::catch()?;
     devstack::ensure_installed()?;
@@ -160,11 +161,10 @@ fn torture(workspace: &Workspace, args: &[String]) -> Result<u8> {
     };
     let cargo = |words: &[&str]| {
         let mut command = workspace.cargo(words);
-        command.args(["--quiet", "--package", "retry-scheduler"]);
-        command.args(["--example", "torture"]).args(kind);
+        command.args(["--quiet", "--package", "torture"]).args(kind);
         command
     };
-    let mut build = cargo(&["build", "--bin", "retry-scheduler"]);
+    let mut build = cargo(&["build", "--package", "retry-scheduler", "--bins"]);
     let status = interrupts.wait(&mut Foreground::start(&mut build, None)?, || {})?;
     if !status.success() {
         return Ok(exit_code(status));

@@ -17,18 +17,16 @@ use std::{
     time::Duration,
 };
 
-use anyhow::Context;
 use devstack::Stack;
 use tokio::{
     sync::Mutex,
     task::{JoinSet, spawn_blocking},
-    time::{Instant, sleep, timeout},
+    time::{Instant, sleep},
 };
 
 use crate::{
     Args,
-    campaign::{STARTING, binary},
-    instance::{Slot, is_ready},
+    instance::{DATABASE, Slot, until_ready},
     ledger::Verdict,
     message::{REVIEW, TARGETS},
     rows::Rows,
@@ -71,9 +69,9 @@ pub struct Steady {
 impl Steady {
     /// Starts the services, the instances and the consumers.
     pub async fn begin(args: &Args, time: Duration, logs: &Path) -> anyhow::Result<Self> {
-        let binary = binary()?;
+        let binary = testkit::service_binary()?;
         let stack = spawn_blocking(|| Stack::start_temporary("steady")).await??;
-        let database = stack.postgres.create_database("torture")?;
+        let database = stack.postgres.create_database(DATABASE)?;
         let stack = Arc::new(stack);
         let oracle = Arc::new(Oracle::default());
         let url = stack.rabbitmq.url();
@@ -82,22 +80,15 @@ impl Steady {
             work.spawn(consume(url.clone(), queue, oracle.clone()));
         }
         let mut slots = Vec::new();
+        let mut addresses = Vec::new();
         for number in 0..args.instances {
-            let mut slot = Slot::new(number, &binary, logs, &stack).await?;
+            let mut slot = Slot::new(number, &binary, logs, &stack, &database).await?;
             slot.settings = settings(time);
             slot.start()?;
+            addresses.push(slot.address());
             slots.push(Mutex::new(slot));
         }
-        let ready = async {
-            for slot in &slots {
-                let address = slot.lock().await.address();
-                while !is_ready(address).await {
-                    sleep(Duration::from_millis(50)).await;
-                }
-            }
-        };
-        let ready = timeout(STARTING, ready).await;
-        ready.with_context(|| format!("the instances do not start, see {}", logs.display()))?;
+        until_ready(&addresses, logs).await?;
         Ok(Self {
             rows: Rows::open(&database)?,
             stack,

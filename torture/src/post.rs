@@ -10,10 +10,8 @@ use std::{
 };
 
 use anyhow::{Context, bail};
-use lapin::{
-    BasicProperties, Channel, Confirmation, Connection, ConnectionProperties,
-    options::{BasicPublishOptions, ConfirmSelectOptions},
-};
+use lapin::{BasicProperties, Channel, Confirmation, Connection, options::BasicPublishOptions};
+use testkit::amqp;
 use tokio::{
     sync::RwLock,
     time::{Instant, sleep, timeout},
@@ -112,19 +110,15 @@ impl Post {
 }
 
 /// A connection of the sender's own, and a channel with confirms.
-pub async fn open(url: &str) -> lapin::Result<(Connection, Channel)> {
+pub async fn open(url: &str) -> anyhow::Result<(Connection, Channel)> {
     let connection = connect(url).await?;
-    let channel = connection.create_channel().await?;
-    channel
-        .confirm_select(ConfirmSelectOptions::default())
-        .await?;
+    let channel = amqp::confirming_channel(&connection).await?;
     Ok((connection, channel))
 }
 
 /// A connection of the campaign's own, past all proxies.
-pub async fn connect(url: &str) -> lapin::Result<Connection> {
-    let properties = ConnectionProperties::default().with_connection_name("campaign".into());
-    Connection::connect(url, properties).await
+pub async fn connect(url: &str) -> anyhow::Result<Connection> {
+    amqp::connect(url, "campaign").await
 }
 
 /// Spreads the messages over the time, and over the faults.
