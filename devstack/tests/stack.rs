@@ -1,5 +1,7 @@
 //! Real processes, started and stopped in every way.
 
+#![allow(clippy::unwrap_used, reason = "the helpers of a test may fail it")]
+
 use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -4,7 +4,10 @@
 //! comes out can be stored, the message is whole, and what is sent on from it can
 //! be read again. Without libFuzzer the same is done to the seeds, as a test.
 
-#![forbid(unsafe_code)]
+#![allow(
+    clippy::expect_used,
+    reason = "a panic is how libFuzzer learns of a bug"
+)]
 
 mod dead_letter;
 mod outgoing;

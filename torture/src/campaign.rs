@@ -276,7 +276,8 @@ impl Campaign {
 /// SIGKILLs beside the other faults, spread over the time.
 async fn kills(chaos: Arc<Chaos>, pace: Arc<Pace>, seed: u64, kills: usize, time: Duration) {
     let mut random = Rng::with_seed(seed ^ 0x6b69_6c6c);
-    let mean = time.as_millis() as u64 / kills.max(1) as u64;
+    let time = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+    let mean = time / kills.max(1) as u64;
     for _ in 0..kills {
         sleep(Duration::from_millis(random.u64(0..=2 * mean))).await;
         if let Err(e) = chaos.kill(random.usize(..1 << 16)).await {

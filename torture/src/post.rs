@@ -147,9 +147,11 @@ impl Pace {
     }
 
     fn allowed(&self) -> usize {
-        let by_time = self.begun.elapsed().as_secs_f64() / self.time.as_secs_f64();
-        let by_step = self.done.load(Ordering::Relaxed) as f64 / self.steps as f64;
-        (self.messages as f64 * by_time.min(by_step).min(1.0)) as usize
+        let by_time =
+            self.messages as u128 * self.begun.elapsed().as_millis() / self.time.as_millis();
+        let by_step = self.messages * self.done.load(Ordering::Relaxed) / self.steps;
+        let by_time = usize::try_from(by_time).unwrap_or(usize::MAX);
+        by_time.min(by_step).min(self.messages)
     }
 }
 

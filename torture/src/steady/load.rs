@@ -70,7 +70,7 @@ pub async fn produce(
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
     while begun.elapsed() < time {
         tick.tick().await;
-        let due = (begun.elapsed().as_secs_f64() * f64::from(rate)) as usize;
+        let due = usize::try_from(begun.elapsed().as_millis() * u128::from(rate) / 1000)?;
         let mut messages = Vec::new();
         for number in oracle.count()..due {
             let parcel = Parcel::new(number, now());

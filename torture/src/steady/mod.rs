@@ -123,8 +123,8 @@ impl Steady {
         self.settle().await?;
         let mut verdict = self.oracle.judge();
         self.rows.judge(&mut verdict, false).await?;
-        let warm = warm_up(self.time).as_secs_f64() / every.as_secs_f64();
-        let (figures, growing) = samples.judge(warm.ceil() as usize);
+        let warm = warm_up(self.time).as_millis().div_ceil(every.as_millis());
+        let (figures, growing) = samples.judge(usize::try_from(warm)?);
         Ok(Outcome {
             verdict,
             figures,
@@ -141,7 +141,7 @@ impl Steady {
             if let Some(ended) = self.work.try_join_next() {
                 ended??;
             }
-            bar(begun.elapsed().as_secs_f64() / self.time.as_secs_f64());
+            bar(begun.elapsed(), self.time);
             tokio::time::sleep_until(until.min(Instant::now() + Duration::from_millis(500))).await;
         }
         Ok(())
@@ -211,16 +211,11 @@ fn settings(time: Duration) -> Vec<(&'static str, String)> {
 }
 
 /// How far it is, on a terminal.
-fn bar(part: f64) {
-    const WIDTH: usize = 50;
+fn bar(elapsed: Duration, whole: Duration) {
     if std::io::stderr().is_terminal() {
-        let part = part.min(1.0);
-        let done = "#".repeat((part * WIDTH as f64) as usize);
-        let _ = write!(
-            std::io::stderr(),
-            "\r\x1b[K[{done:<WIDTH$}] {:3.0} %",
-            part * 100.0
-        );
+        let percent = elapsed.min(whole).as_millis() * 100 / whole.as_millis();
+        let done: String = (0..percent / 2).map(|_| '#').collect();
+        let _ = write!(std::io::stderr(), "\r\x1b[K[{done:<50}] {percent:3} %");
     }
 }
 
