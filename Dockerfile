@@ -5,17 +5,20 @@ FROM rust:${RUST_VERSION}-slim-bookworm AS build
 WORKDIR /src
 
 # Compile the dependencies in a layer of their own, with empty sources, so that they are compiled
-# again only when a manifest or the lock file changes. The members bench, devstack and fuzz are not
+# again only when a manifest or the lock file changes. The other members of the workspace are not
 # built here, but cargo does not load the workspace without their manifests and sources.
 COPY Cargo.toml Cargo.lock ./
 COPY bench/Cargo.toml bench/
 COPY devstack/Cargo.toml devstack/
 COPY fuzz/Cargo.toml fuzz/
-RUN mkdir src bench/src devstack/src fuzz/src \
+COPY testkit/Cargo.toml testkit/
+COPY torture/Cargo.toml torture/
+RUN mkdir src bench/src devstack/src fuzz/src testkit/src torture/src \
     && echo 'fn main() {}' > src/main.rs \
     && cp src/main.rs build.rs \
     && cp src/main.rs bench/src/main.rs \
-    && touch src/lib.rs devstack/src/lib.rs fuzz/src/lib.rs \
+    && cp src/main.rs torture/src/main.rs \
+    && touch src/lib.rs devstack/src/lib.rs fuzz/src/lib.rs testkit/src/lib.rs \
     && cargo build --release --locked --bin retry-scheduler
 
 # build.rs compiles proto/, and the binary contains the migrations and the policy presets. Copied

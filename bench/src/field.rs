@@ -9,11 +9,8 @@ use std::{
 };
 
 use anyhow::{Context, ensure};
-use lapin::{
-    Channel, Connection, ConnectionProperties,
-    options::{QueueDeclareOptions, QueueDeleteOptions},
-    types::FieldTable,
-};
+use lapin::{Channel, Connection, options::QueueDeleteOptions, types::FieldTable};
+use testkit::amqp;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,
@@ -282,13 +279,9 @@ impl Field {
 fn binary(args: &Args) -> anyhow::Result<PathBuf> {
     let binary = match &args.binary {
         Some(path) => path.clone(),
-        None => std::env::current_exe()?.with_file_name("retry-scheduler"),
+        None => return testkit::service_binary(),
     };
-    ensure!(
-        binary.is_file(),
-        "{} is not there; `cargo dev bench` builds it",
-        binary.display()
-    );
+    ensure!(binary.is_file(), "{} is not there", binary.display());
     Ok(binary)
 }
 
@@ -298,12 +291,7 @@ fn setting(pair: &str) -> anyhow::Result<(String, String)> {
 }
 
 async fn connect(url: &str) -> anyhow::Result<Connection> {
-    let properties = ConnectionProperties::default().with_connection_name("bench".into());
-    let connecting = Connection::connect(url, properties);
-    tokio::time::timeout(Duration::from_secs(30), connecting)
-        .await
-        .context("RabbitMQ does not answer")?
-        .context("connecting to RabbitMQ (RABBITMQ_URL)")
+    amqp::connect(url, "bench").await.context("RABBITMQ_URL")
 }
 
 /// The broker names its version in its first frame, before any login. Over TLS it cannot be read
@@ -329,8 +317,7 @@ async fn broker_version(url: &str) -> anyhow::Result<String> {
 }
 
 async fn declare(channel: &Channel, name: &str, arguments: FieldTable) -> anyhow::Result<()> {
-    let declared = channel.queue_declare(name.into(), QueueDeclareOptions::durable(), arguments);
-    declared
+    amqp::declare(channel, name, arguments)
         .await
         .with_context(|| format!("declaring {name}"))?;
     Ok(())

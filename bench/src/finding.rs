@@ -99,6 +99,11 @@ pub fn quantile(samples: &[f64], q: f64) -> f64 {
         return 0.0;
     };
     let at = q * last as f64;
+    #[allow(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "q is between 0 and 1, so these are indices of the list"
+    )]
     let (below, above) = (sorted[at.floor() as usize], sorted[at.ceil() as usize]);
     below + (above - below) * at.fract()
 }

@@ -9,16 +9,14 @@ use std::{
 use anyhow::{Context, bail, ensure};
 use futures::StreamExt;
 use lapin::{
-    BasicProperties, Channel, Confirmation, Connection, ConnectionProperties,
+    BasicProperties, Channel, Confirmation,
     message::Delivery,
-    options::{
-        BasicAckOptions, BasicConsumeOptions, BasicPublishOptions, BasicQosOptions,
-        ConfirmSelectOptions, QueueDeclareOptions,
-    },
+    options::{BasicAckOptions, BasicPublishOptions, BasicQosOptions},
     types::{AMQPValue, FieldTable},
 };
 use prost::Message;
 use retry_scheduler::wire::proto::RetryMessage;
+use testkit::amqp;
 use tokio::time::{Instant, sleep, timeout_at};
 
 use crate::field::{RELAY, target};
@@ -47,12 +45,8 @@ impl Relay {
             .context("starting the relay")?;
         let relay = Self { child };
         for _ in 0..1000 {
-            let passive = QueueDeclareOptions {
-                passive: true,
-                ..QueueDeclareOptions::default()
-            };
-            let queue = channel.queue_declare(RELAY.into(), passive, FieldTable::default());
-            if queue.await?.consumer_count() == u32::from(WORKERS) {
+            let queue = amqp::inspect(channel, RELAY).await?;
+            if queue.consumer_count() == u32::from(WORKERS) {
                 return Ok(relay);
             }
             sleep(Duration::from_millis(10)).await;
@@ -78,24 +72,14 @@ pub async fn relay(queue: &str) -> anyhow::Result<()> {
 
 /// Consumes on one connection and publishes on another, as retry-scheduler does.
 async fn relay_worker(url: &str, queue: &str) -> anyhow::Result<()> {
-    let incoming = Connection::connect(url, ConnectionProperties::default()).await?;
-    let outgoing = Connection::connect(url, ConnectionProperties::default()).await?;
-    let publisher = outgoing.create_channel().await?;
-    publisher
-        .confirm_select(ConfirmSelectOptions::default())
-        .await?;
+    let incoming = amqp::connect(url, "relay").await?;
+    let outgoing = amqp::connect(url, "relay").await?;
+    let publisher = amqp::confirming_channel(&outgoing).await?;
     let channel = incoming.create_channel().await?;
     channel
         .basic_qos(PREFETCH, BasicQosOptions::default())
         .await?;
-    let mut deliveries = channel
-        .basic_consume(
-            queue.into(),
-            "".into(),
-            BasicConsumeOptions::default(),
-            FieldTable::default(),
-        )
-        .await?;
+    let mut deliveries = amqp::subscribe(&channel, queue).await?;
     while let Some(first) = deliveries.next().await {
         let mut batch = vec![first?];
         let deadline = Instant::now() + LINGER;

@@ -104,7 +104,7 @@ async fn main() -> ExitCode {
     }
     tokio::select! {
         ended = bench(args) => exit(ended),
-        () = interrupted() => ExitCode::from(130),
+        () = testkit::interrupted() => ExitCode::from(130),
     }
 }
 
@@ -115,17 +115,6 @@ fn exit(ended: anyhow::Result<()>) -> ExitCode {
             eprintln!("bench: {e:#}");
             ExitCode::FAILURE
         }
-    }
-}
-
-async fn interrupted() {
-    use tokio::signal::unix::{SignalKind, signal};
-    let Ok(mut terminate) = signal(SignalKind::terminate()) else {
-        return std::future::pending().await;
-    };
-    tokio::select! {
-        _ = terminate.recv() => {}
-        _ = tokio::signal::ctrl_c() => {}
     }
 }
 

@@ -3,10 +3,7 @@
 use std::collections::VecDeque;
 
 use anyhow::{Context, ensure};
-use lapin::{
-    BasicProperties, Channel, Connection, PublisherConfirm,
-    options::{BasicPublishOptions, ConfirmSelectOptions},
-};
+use lapin::{BasicProperties, Channel, Connection, PublisherConfirm, options::BasicPublishOptions};
 use prost::Message;
 use retry_scheduler::wire::proto::RetryMessage;
 use uuid::Uuid;
@@ -41,10 +38,7 @@ pub struct Producer {
 
 impl Producer {
     pub async fn open(connection: &Connection) -> anyhow::Result<Self> {
-        let channel = connection.create_channel().await?;
-        channel
-            .confirm_select(ConfirmSelectOptions::default())
-            .await?;
+        let channel = testkit::amqp::confirming_channel(connection).await?;
         Ok(Self { channel })
     }
 

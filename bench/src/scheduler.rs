@@ -1,18 +1,13 @@
 //! Runs retry-scheduler as it is shipped: the release binary, as a process of its own.
 
 use std::{
-    net::TcpListener,
-    path::{Path, PathBuf},
+    path::PathBuf,
     process::{Child, Command, Stdio},
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, bail, ensure};
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::TcpStream,
-    time::sleep,
-};
+use tokio::time::sleep;
 use url::Url;
 
 /// How long retry-scheduler may take to become ready, and to end after SIGTERM.
@@ -65,7 +60,7 @@ impl Scheduler {
         let mut url = Url::parse(&setup.database_url).context("DATABASE_URL")?;
         url.query_pairs_mut()
             .append_pair("options[search_path]", schema);
-        let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+        let address = testkit::free_address()?;
         let mut command = Command::new(&setup.binary);
         command
             .env_clear()
@@ -74,7 +69,7 @@ impl Scheduler {
             .env("RABBITMQ_URL", &setup.rabbitmq_url)
             .env("RETRY_QUEUE", intake)
             .env("MANUAL_REVIEW_QUEUE", format!("{intake}.review"))
-            .env("HTTP_PORT", port.to_string())
+            .env("HTTP_PORT", address.port().to_string())
             .envs(settings.iter().copied())
             .envs(setup.settings.iter().map(|(name, value)| (name, value)))
             .stdin(Stdio::null())
@@ -87,7 +82,7 @@ impl Scheduler {
             child,
             ready_after: Duration::ZERO,
         };
-        while !is_ready(port).await {
+        while !testkit::is_ready(address).await {
             if let Some(status) = scheduler.child.try_wait()? {
                 bail!("retry-scheduler ended: {status}");
             }
@@ -99,17 +94,8 @@ impl Scheduler {
     }
 
     pub fn usage(&self) -> anyhow::Result<Usage> {
-        let proc = Path::new("/proc").join(self.child.id().to_string());
-        let status = std::fs::read_to_string(proc.join("status"))?;
-        let megabytes = |name: &str| {
-            let line = status.lines().find_map(|line| line.strip_prefix(name));
-            let kilobytes: Option<f64> =
-                line.and_then(|rest| rest.trim_matches([':', ' ', '\t', 'k', 'B']).parse().ok());
-            kilobytes
-                .map(|kb| kb * 1024.0 / 1e6)
-                .with_context(|| format!("no {name}"))
-        };
-        let stat = std::fs::read_to_string(proc.join("stat"))?;
+        let id = self.child.id();
+        let stat = std::fs::read_to_string(format!("/proc/{id}/stat"))?;
         // The name, in parentheses, may contain spaces, so fields are counted from its end. User
         // and system time are the 14th and 15th field of the line, in hundredths of a second.
         let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields);
@@ -120,8 +106,8 @@ impl Scheduler {
             .filter_map(|field| field.parse::<u64>().ok())
             .sum();
         Ok(Usage {
-            resident_mb: megabytes("VmRSS")?,
-            peak_mb: megabytes("VmHWM")?,
+            resident_mb: testkit::memory_mb(id, "VmRSS")?,
+            peak_mb: testkit::memory_mb(id, "VmHWM")?,
             cpu: Duration::from_millis(ticks * 10),
         })
     }
@@ -145,18 +131,4 @@ impl Drop for Scheduler {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
-}
-
-async fn is_ready(port: u16) -> bool {
-    let ask = async {
-        let mut stream = TcpStream::connect(("127.0.0.1", port)).await?;
-        stream
-            .write_all(b"GET /ready HTTP/1.0\r\nHost: localhost\r\n\r\n")
-            .await?;
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).await?;
-        std::io::Result::Ok(answer)
-    };
-    ask.await
-        .is_ok_and(|answer| answer.split(' ').nth(1) == Some("200"))
 }

@@ -20,11 +20,11 @@ const COUNT: u16 = 10_000;
 pub(crate) fn free<const N: usize>(seed: u64) -> Result<[u16; N]> {
     let mut found = [0; N];
     let mut next = 0;
+    let offset = u16::try_from(seed % u64::from(COUNT))?;
     for step in 0..COUNT {
         if next == N {
             return Ok(found);
         }
-        let offset = (seed % u64::from(COUNT)) as u16;
         let port = FIRST + (offset + step) % COUNT;
         if is_free(port) {
             found[next] = port;

@@ -1,5 +1,7 @@
 //! Starts and stops real services in every way, also by killing the process that owns them.
 
+#![allow(clippy::unwrap_used, reason = "the helpers of a test may fail it")]
+
 use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};

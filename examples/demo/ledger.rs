@@ -2,7 +2,7 @@
 
 use std::{
     collections::HashMap,
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Mutex, MutexGuard},
 };
 
 use uuid::Uuid;
@@ -66,7 +66,7 @@ struct Inner {
 
 impl Ledger {
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        testkit::lock(&self.0)
     }
 
     /// A new message: its id and its body, by which people know it.

@@ -56,17 +56,10 @@ async fn main() -> ExitCode {
     }
 }
 
-/// The first signal asks for an end, the second one is the end.
+/// The first signal asks the demo to end; the second one ends it at once.
 async fn on_signals(stop: CancellationToken) {
-    use tokio::signal::unix::{SignalKind, signal};
-    let Ok(mut terminate) = signal(SignalKind::terminate()) else {
-        return;
-    };
     loop {
-        tokio::select! {
-            _ = terminate.recv() => {}
-            _ = tokio::signal::ctrl_c() => {}
-        }
+        testkit::interrupted().await;
         if stop.is_cancelled() {
             std::process::exit(130);
         }

@@ -6,11 +6,8 @@ use std::{sync::Arc, time::Duration};
 use anyhow::{Context, bail};
 use futures::StreamExt;
 use lapin::{
-    BasicProperties, Channel, Confirmation, Connection, Consumer,
-    options::{
-        BasicAckOptions, BasicConsumeOptions, BasicPublishOptions, ConfirmSelectOptions,
-        QueueDeclareOptions, QueueDeleteOptions,
-    },
+    BasicProperties, Channel, Confirmation, Connection,
+    options::{BasicAckOptions, BasicPublishOptions, QueueDeleteOptions},
     types::FieldTable,
 };
 use prost::Message;
@@ -18,6 +15,7 @@ use retry_scheduler::wire::{
     headers,
     proto::{ErrorClass, RetryMessage, ReviewMessage},
 };
+use testkit::amqp;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use uuid::Uuid;
 
@@ -108,11 +106,7 @@ struct Post(Channel);
 
 impl Post {
     async fn open(connection: &Connection) -> lapin::Result<Self> {
-        let channel = connection.create_channel().await?;
-        channel
-            .confirm_select(ConfirmSelectOptions::default())
-            .await?;
-        Ok(Self(channel))
+        Ok(Self(amqp::confirming_channel(connection).await?))
     }
 
     async fn send(&self, queue: &str, id: Uuid, kind: &str, body: &[u8]) -> anyhow::Result<()> {
@@ -146,16 +140,9 @@ pub async fn prepare(connection: &Connection) -> lapin::Result<()> {
     let delete = QueueDeleteOptions::default();
     channel.queue_delete(REVIEW.into(), delete).await?;
     for service in &SERVICES {
-        let queue = || service.queue.into();
-        channel.queue_delete(queue(), delete).await?;
+        channel.queue_delete(service.queue.into(), delete).await?;
         if service.consumes() {
-            channel
-                .queue_declare(
-                    queue(),
-                    QueueDeclareOptions::durable(),
-                    FieldTable::default(),
-                )
-                .await?;
+            amqp::declare(&channel, service.queue, FieldTable::default()).await?;
         }
     }
     channel.close(200, "prepared".into()).await
@@ -203,17 +190,6 @@ pub async fn produce(
     Ok(())
 }
 
-async fn consumer(channel: &Channel, queue: &str) -> lapin::Result<Consumer> {
-    channel
-        .basic_consume(
-            queue.into(),
-            "".into(),
-            BasicConsumeOptions::default(),
-            FieldTable::default(),
-        )
-        .await
-}
-
 /// One service: works on what comes, reports what fails, and only then acks it.
 pub async fn serve(
     connection: Arc<Connection>,
@@ -223,7 +199,7 @@ pub async fn serve(
     let service = &SERVICES[index];
     let post = Post::open(&connection).await?;
     let channel = connection.create_channel().await?;
-    let mut deliveries = consumer(&channel, service.queue).await?;
+    let mut deliveries = amqp::subscribe(&channel, service.queue).await?;
     while let Some(delivery) = deliveries.next().await {
         let delivery = delivery?;
         let header = |name: &str| {
@@ -269,7 +245,7 @@ pub async fn serve(
 /// Reads the review queue and acks nothing, so that all stays there for people.
 pub async fn review(connection: Arc<Connection>, ledger: Arc<Ledger>) -> anyhow::Result<()> {
     let channel = connection.create_channel().await?;
-    let mut deliveries = consumer(&channel, REVIEW).await?;
+    let mut deliveries = amqp::subscribe(&channel, REVIEW).await?;
     while let Some(delivery) = deliveries.next().await {
         let message: ReviewMessage =
             serde_json::from_slice(&delivery?.data).context("reading a review message")?;
@@ -291,12 +267,5 @@ pub async fn review(connection: Arc<Connection>, ledger: Arc<Ledger>) -> anyhow:
 /// How many messages are in the review queue, once no one is reading it.
 pub async fn in_review_queue(connection: &Connection) -> lapin::Result<u32> {
     let channel = connection.create_channel().await?;
-    let passive = QueueDeclareOptions {
-        passive: true,
-        ..QueueDeclareOptions::default()
-    };
-    let queue = channel
-        .queue_declare(REVIEW.into(), passive, FieldTable::default())
-        .await?;
-    Ok(queue.message_count())
+    Ok(amqp::inspect(&channel, REVIEW).await?.message_count())
 }

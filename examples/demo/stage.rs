@@ -3,12 +3,11 @@
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use anyhow::{Context, bail, ensure};
-use lapin::{Connection, ConnectionProperties};
+use lapin::Connection;
 use retry_scheduler::{app::App, config::Settings};
 use secrecy::ExposeSecret;
+use testkit::amqp;
 use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::TcpStream,
     task::{JoinHandle, JoinSet},
     time::{Instant, interval, sleep, timeout},
 };
@@ -267,12 +266,7 @@ fn settings() -> anyhow::Result<Settings> {
 
 async fn connect(settings: &Settings) -> anyhow::Result<Arc<Connection>> {
     let url = settings.rabbitmq_url.expose_secret();
-    let properties = ConnectionProperties::default().with_connection_name("demo".into());
-    let connecting = Connection::connect(url, properties);
-    let connection = timeout(STARTING, connecting)
-        .await
-        .context("RabbitMQ does not answer")?
-        .context("connecting to RabbitMQ (RABBITMQ_URL)")?;
+    let connection = amqp::connect(url, "demo").await.context("RABBITMQ_URL")?;
     Ok(Arc::new(connection))
 }
 
@@ -280,16 +274,10 @@ async fn connect(settings: &Settings) -> anyhow::Result<Arc<Connection>> {
 async fn until_ready(address: SocketAddr) -> anyhow::Result<()> {
     let deadline = Instant::now() + STARTING;
     loop {
-        let mut stream = TcpStream::connect(address).await?;
-        stream
-            .write_all(b"GET /ready HTTP/1.0\r\nHost: localhost\r\n\r\n")
-            .await?;
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).await?;
-        if answer.split(' ').nth(1) == Some("200") {
+        let (status, body) = testkit::get(address, "/ready").await?;
+        if status == 200 {
             return Ok(());
         }
-        let body = answer.split_once("\r\n\r\n").map_or("", |(_, body)| body);
         ensure!(
             Instant::now() < deadline,
             "the service is not ready: {body}"

@@ -3,7 +3,7 @@
 use futures::StreamExt;
 use lapin::{
     BasicProperties,
-    options::{BasicConsumeOptions, BasicRejectOptions},
+    options::BasicRejectOptions,
     types::{AMQPValue, FieldTable},
 };
 
@@ -34,15 +34,7 @@ async fn rejected_three_times_then_review(queue_type: &str) {
     bed.client.publish(&queue, b"<order/>", original).await;
 
     let channel = bed.client.channel().await;
-    let mut consumer = channel
-        .basic_consume(
-            queue.as_str().into(),
-            "".into(),
-            BasicConsumeOptions::default(),
-            FieldTable::default(),
-        )
-        .await
-        .unwrap();
+    let mut consumer = testkit::amqp::subscribe(&channel, &queue).await.unwrap();
     for count in 0..=3 {
         let delivery = tokio::time::timeout(crate::support::PATIENCE, consumer.next())
             .await

@@ -4,8 +4,9 @@ use std::collections::HashMap;
 
 use futures::future::join_all;
 use retry_scheduler::store::Store;
+use testkit::{Fault, Trap};
 
-use crate::support::{Bed, Client, Fault, message};
+use crate::support::{Bed, Client, PATIENCE, message};
 
 const ROWS: i32 = 20_000;
 const RETRIED: &str = "SELECT count(*) FROM retry_queue WHERE status = 'retried'";
@@ -54,9 +55,9 @@ async fn an_instance_killed_mid_batch_loses_nothing_and_repeats_only_that_batch(
     let proxy = bed.proxy_postgres().await;
     let mut victim = bed.spawn();
     // Published and confirmed, not committed: then it dies.
-    proxy.set_trap(b"job ", "COMMIT", Fault::Hold);
+    let sprung = proxy.set_trap(Trap::on_request(b"COMMIT", Fault::Hold).after(b"job "));
     bed.insert_due(&queue, ROWS).await;
-    proxy.until_sprung().await;
+    assert!(sprung.within(PATIENCE).await);
     victim.kill().await.expect("SIGKILL");
     bed.until_count(RETRIED, ROWS.into()).await;
     drop(survivors);

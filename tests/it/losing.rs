@@ -15,9 +15,10 @@ use retry_scheduler::{
         proto::{HeaderList, HeaderValue, Properties, RetryMessage, header_value::Kind},
     },
 };
+use testkit::{Fault, Trap, Way};
 use uuid::Uuid;
 
-use crate::support::{Bed, Fault, breakable, eventually, message};
+use crate::support::{Bed, PATIENCE, breakable, eventually, message};
 
 const RETRIED: &str = "SELECT count(*) FROM retry_queue WHERE status = 'retried'";
 
@@ -96,10 +97,10 @@ async fn a_begin_that_timed_out_swallows_no_later_write() {
     let messages: Vec<_> = (0..20).map(|n| message(&queue, format!("{n}"))).collect();
 
     // Postgres does what it is told, and the service gives up waiting to hear it.
-    proxy.swallow_answers();
+    proxy.set(Way::NoAnswers);
     bed.client.send_all(&bed.intake(), &messages).await;
     service.until_down("consumer").await;
-    proxy.open();
+    proxy.set(Way::Open);
 
     let mut inbox = bed.client.consume(&queue).await;
     let back = inbox.take(20).await;
@@ -290,12 +291,13 @@ async fn a_stored_batch_whose_commit_was_not_answered_is_stored_once() {
     let service = bed.start().await;
     let mut inbox = bed.client.consume(&queue).await;
     let marker = Uuid::new_v4().to_string();
-    proxy.set_trap(marker.as_bytes(), "COMMIT", Fault::LoseAnswer);
+    let trap = Trap::on_request(b"COMMIT", Fault::LoseAnswer).after(marker.as_bytes());
+    let sprung = proxy.set_trap(trap);
     let messages: Vec<_> = (0..20)
         .map(|n| message(&queue, format!("{marker} {n}")))
         .collect();
     bed.client.send_all(&bed.intake(), &messages).await;
-    proxy.until_sprung().await;
+    assert!(sprung.within(PATIENCE).await);
     let mut expected: HashSet<String> = messages.into_iter().map(|m| m.message_id).collect();
     for back in inbox.take(20).await {
         assert!(expected.remove(&back.id()), "twice: {}", back.id());
@@ -325,13 +327,14 @@ async fn a_conflict_whose_commit_was_not_answered_is_reviewed_once() {
     bed.client.send(&bed.intake(), &first).await;
     bed.until_count("SELECT count(*) FROM retry_queue", 1).await;
     let marker = Uuid::new_v4().to_string();
-    proxy.set_trap(marker.as_bytes(), "COMMIT", Fault::LoseAnswer);
+    let trap = Trap::on_request(b"COMMIT", Fault::LoseAnswer).after(marker.as_bytes());
+    let sprung = proxy.set_trap(trap);
     let newcomer = RetryMessage {
         original_payload: marker.clone().into(),
         ..first.clone()
     };
     bed.client.send(&bed.intake(), &newcomer).await;
-    proxy.until_sprung().await;
+    assert!(sprung.within(PATIENCE).await);
     let mut review = bed.client.consume(&bed.review()).await;
     assert_eq!(
         review.next().await.review().original_payload,
@@ -366,9 +369,10 @@ async fn a_settled_batch_whose_commit_was_not_answered_is_not_sent_again() {
     bed.client.send_all(&bed.intake(), &messages).await;
     bed.until_count("SELECT count(*) FROM retry_queue", 20)
         .await;
-    proxy.set_trap(marker.as_bytes(), "COMMIT", Fault::LoseAnswer);
+    let trap = Trap::on_request(b"COMMIT", Fault::LoseAnswer).after(marker.as_bytes());
+    let sprung = proxy.set_trap(trap);
     bed.make_due().await;
-    proxy.until_sprung().await;
+    assert!(sprung.within(PATIENCE).await);
     let mut expected: HashSet<String> = messages.into_iter().map(|m| m.message_id).collect();
     for back in inbox.take(20).await {
         assert!(expected.remove(&back.id()), "twice: {}", back.id());
@@ -405,9 +409,10 @@ async fn a_crash_between_confirm_and_commit_republishes_once_more() {
         (stored.ok()? == 1).then_some(())
     })
     .await;
-    proxy.set_trap(marker.as_bytes(), "COMMIT", Fault::Hold);
+    let trap = Trap::on_request(b"COMMIT", Fault::Hold).after(marker.as_bytes());
+    let sprung = proxy.set_trap(trap);
     bed.make_due().await;
-    proxy.until_sprung().await;
+    assert!(sprung.within(PATIENCE).await);
     victim.kill().await.expect("SIGKILL");
 
     let mut inbox = bed.client.consume(&queue).await;
@@ -463,7 +468,7 @@ async fn what_cannot_be_understood_stays_in_the_queue_until_it_can_be_stored_who
     let proxy = bed.proxy_postgres().await;
     bed.set("DATABASE_TIMEOUT_MS", "1000");
     let service = bed.start().await;
-    proxy.go_down();
+    proxy.set(Way::Down);
     let undecodable = b"{ this is no RetryMessage \0\xff".as_slice();
     let refused = prost::Message::encode_to_vec(&message("amq.somewhere", "body"));
     let properties = BasicProperties::default().with_app_id("a producer".into());
@@ -479,7 +484,7 @@ async fn what_cannot_be_understood_stays_in_the_queue_until_it_can_be_stored_who
     })
     .await;
     assert_eq!(bed.client.depth(&bed.review()).await, Some(0));
-    proxy.open();
+    proxy.set(Way::Open);
 
     let mut review = bed.client.consume(&bed.review()).await;
     let found: HashSet<Vec<u8>> = review

@@ -4,6 +4,21 @@
 //! has a database and queue names of its own. Tests that break a service use
 //! [`support::Breakable`], a second pair that one test has at a time.
 
+#![allow(
+    clippy::expect_used,
+    clippy::unwrap_used,
+    reason = "the helpers of a test may fail it"
+)]
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    reason = "the numbers of a test are small, and its own"
+)]
+#![allow(
+    clippy::large_futures,
+    reason = "a test may be slow, and has a stack to itself"
+)]
+
 mod again;
 mod blowing;
 mod classes;

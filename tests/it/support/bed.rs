@@ -5,10 +5,11 @@ use std::{collections::HashMap, net::SocketAddr, process::Stdio, time::Duration}
 use devstack::Stack;
 use retry_scheduler::{app::App, config::Settings};
 use sqlx::{AssertSqlSafe, PgPool, postgres::PgPoolOptions};
+use testkit::Proxy;
 use tokio::{sync::oneshot, task::JoinHandle};
 use uuid::Uuid;
 
-use super::{Client, Proxy, Scrape, eventually};
+use super::{Client, Scrape, eventually};
 
 /// A database, queue names and settings that no other test has.
 pub struct Bed {
@@ -158,8 +159,8 @@ impl Bed {
     pub async fn proxy_postgres(&mut self) -> Proxy {
         let direct = self.setting("DATABASE_URL").to_owned();
         let port = url::Url::parse(&direct).expect("a URL").port();
-        let proxy = Proxy::to(port.expect("a port")).await;
-        self.set("DATABASE_URL", &proxy.by_way(&direct));
+        let proxy = Proxy::to(port.expect("a port")).await.expect("a proxy");
+        self.set("DATABASE_URL", &proxy.by_way(&direct).expect("a URL"));
         proxy
     }
 
@@ -280,7 +281,7 @@ impl Running {
 
     /// `GET path`: status and body.
     pub async fn get(&self, path: &str) -> (u16, String) {
-        super::client::http_get(self.address, path).await
+        testkit::get(self.address, path).await.expect("an answer")
     }
 
     /// Whether `/ready` is green, and what it says.

@@ -1,22 +1,16 @@
 //! A broker client for tests: publish with confirms, receive with a deadline.
 
-use std::{net::SocketAddr, time::Instant};
+use std::time::Instant;
 
 use futures::StreamExt;
 use lapin::{
-    BasicProperties, Channel, Connection, ConnectionProperties, Consumer,
-    options::{
-        BasicAckOptions, BasicConsumeOptions, BasicPublishOptions, ConfirmSelectOptions,
-        QueueDeclareOptions, QueueDeleteOptions,
-    },
+    BasicProperties, Channel, Connection, Consumer,
+    options::{BasicAckOptions, BasicConsumeOptions, BasicPublishOptions, QueueDeleteOptions},
     types::FieldTable,
 };
 use prost::Message;
 use retry_scheduler::wire::proto::{RetryMessage, ReviewMessage};
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::TcpStream,
-};
+use testkit::amqp;
 
 use super::PATIENCE;
 
@@ -66,14 +60,12 @@ impl Received {
 impl Client {
     /// Connects.
     pub async fn connect(url: &str) -> Self {
-        let connection = Connection::connect(url, ConnectionProperties::default())
+        let connection = amqp::connect(url, "test")
             .await
             .expect("the test connects to RabbitMQ");
-        let channel = connection.create_channel().await.expect("a channel");
-        channel
-            .confirm_select(ConfirmSelectOptions::default())
+        let channel = amqp::confirming_channel(&connection)
             .await
-            .expect("confirms");
+            .expect("a channel");
         Self {
             connection,
             channel,
@@ -92,8 +84,7 @@ impl Client {
 
     /// Declares a durable queue with arguments.
     pub async fn declare_with(&self, queue: &str, arguments: FieldTable) {
-        self.channel
-            .queue_declare(queue.into(), QueueDeclareOptions::durable(), arguments)
+        amqp::declare(&self.channel, queue, arguments)
             .await
             .expect("the queue is declared");
     }
@@ -117,15 +108,7 @@ impl Client {
     }
 
     async fn look(&self, queue: &str) -> Option<lapin::Queue> {
-        let passive = QueueDeclareOptions {
-            passive: true,
-            ..Default::default()
-        };
-        let probe = self.channel().await;
-        let found = probe
-            .queue_declare(queue.into(), passive, FieldTable::default())
-            .await;
-        found.ok()
+        amqp::inspect(&self.channel().await, queue).await.ok()
     }
 
     /// Publishes bytes and waits for the confirm.
@@ -195,15 +178,7 @@ impl Client {
     /// Subscribes; each message is acknowledged as it is read.
     pub async fn consume(&self, queue: &str) -> Inbox {
         let channel = self.channel().await;
-        let consumer = channel
-            .basic_consume(
-                queue.into(),
-                "".into(),
-                BasicConsumeOptions::default(),
-                FieldTable::default(),
-            )
-            .await
-            .expect("subscribed");
+        let consumer = amqp::subscribe(&channel, queue).await.expect("subscribed");
         Inbox {
             consumer,
             queue: queue.to_owned(),
@@ -244,19 +219,4 @@ impl Inbox {
         }
         received
     }
-}
-
-/// A GET without an HTTP client.
-pub async fn http_get(address: SocketAddr, path: &str) -> (u16, String) {
-    let mut stream = TcpStream::connect(address).await.expect("HTTP connects");
-    let request = format!("GET {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n");
-    stream
-        .write_all(request.as_bytes())
-        .await
-        .expect("a request");
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).await.expect("an answer");
-    let (head, body) = answer.split_once("\r\n\r\n").expect("a head");
-    let status = head.split(' ').nth(1).expect("a status");
-    (status.parse().expect("a number"), body.to_owned())
 }

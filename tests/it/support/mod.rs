@@ -5,14 +5,12 @@ mod bed;
 mod client;
 mod metrics;
 mod process;
-mod proxy;
 mod services;
 
 pub use bed::{Bed, Running};
 pub use client::{Client, Inbox, Received};
 pub use metrics::Scrape;
 pub use process::Process;
-pub use proxy::{Fault, Proxy};
 pub use services::{Breakable, breakable, shared};
 
 use std::time::{Duration, Instant};

@@ -3,9 +3,10 @@
 use std::{
     net::SocketAddr,
     process::{ExitStatus, Stdio},
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
 };
 
+use testkit::lock;
 use tokio::{
     io::{AsyncBufReadExt, BufReader},
     process::{Child, Command},
@@ -35,7 +36,7 @@ impl Process {
             let log = log.clone();
             async move {
                 while let Ok(Some(line)) = lines.next_line().await {
-                    let mut log = log.lock().unwrap_or_else(PoisonError::into_inner);
+                    let mut log = lock(&log);
                     log.push_str(&line);
                     log.push('\n');
                 }
@@ -46,8 +47,7 @@ impl Process {
 
     /// Everything it has logged so far.
     pub fn log(&self) -> String {
-        let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
-        log.clone()
+        lock(&self.log).clone()
     }
 
     /// Waits until a line of its log contains `text`.
@@ -69,7 +69,9 @@ impl Process {
 
     /// `GET path`: status and body.
     pub async fn get(&self, path: &str) -> (u16, String) {
-        super::client::http_get(self.address().await, path).await
+        testkit::get(self.address().await, path)
+            .await
+            .expect("an answer")
     }
 
     /// Waits for green.
@@ -99,7 +101,7 @@ impl Process {
             .expect("the process ends")
             .expect("its status");
         self.reader.await.expect("its log is read");
-        let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
-        (status, log.clone())
+        let log = lock(&self.log).clone();
+        (status, log)
     }
 }

@@ -149,11 +149,11 @@ fn asks_for_help(args: &[String]) -> bool {
     args.iter().any(|arg| arg == "--help" || arg == "-h")
 }
 
-/// The torture campaign starts its own services and instances of the service's binary, which is
-/// built first because `cargo run` builds only the campaign.
+/// Builds the torture campaign together with the binary that it starts instances of, and runs it.
+/// The campaign starts services of its own.
 ///
 /// With the feature `plant` the binary can be made to die at a named place, or to have the bug that
-/// `RETRY_PLANT` names. A steady load measures the release build instead, which cannot.
+/// `RETRY_PLANT` names. A steady load measures a release build without that feature instead.
 fn torture(workspace: &Workspace, args: &[String]) -> Result<u8> {
     let interrupts = Interrupts::catch()?;
     devstack::ensure_installed()?;
@@ -165,11 +165,10 @@ fn torture(workspace: &Workspace, args: &[String]) -> Result<u8> {
     };
     let cargo = |words: &[&str]| {
         let mut command = workspace.cargo(words);
-        command.args(["--quiet", "--package", "retry-scheduler"]);
-        command.args(["--example", "torture"]).args(kind);
+        command.args(["--quiet", "--package", "torture"]).args(kind);
         command
     };
-    let mut build = cargo(&["build", "--bin", "retry-scheduler"]);
+    let mut build = cargo(&["build", "--package", "retry-scheduler", "--bins"]);
     let status = interrupts.wait(&mut Foreground::start(&mut build, None)?, || {})?;
     if !status.success() {
         return Ok(exit_code(status));

@@ -1,9 +1,11 @@
 //! What came back of a steady load, in two bytes a parcel.
 
 use std::sync::{
-    Mutex, MutexGuard, PoisonError,
+    Mutex,
     atomic::{AtomicUsize, Ordering},
 };
+
+use testkit::lock;
 
 use super::parcel::{Parcel, REVIEWED};
 use crate::ledger::Verdict;
@@ -93,8 +95,4 @@ impl Oracle {
         }
         verdict
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -10,10 +10,8 @@ use std::{
 };
 
 use anyhow::{Context, bail};
-use lapin::{
-    BasicProperties, Channel, Confirmation, Connection, ConnectionProperties,
-    options::{BasicPublishOptions, ConfirmSelectOptions},
-};
+use lapin::{BasicProperties, Channel, Confirmation, Connection, options::BasicPublishOptions};
+use testkit::amqp;
 use tokio::{
     sync::RwLock,
     time::{Instant, sleep, timeout},
@@ -112,19 +110,15 @@ impl Post {
 }
 
 /// A connection of the sender's own, and a channel with confirms.
-pub async fn open(url: &str) -> lapin::Result<(Connection, Channel)> {
+pub async fn open(url: &str) -> anyhow::Result<(Connection, Channel)> {
     let connection = connect(url).await?;
-    let channel = connection.create_channel().await?;
-    channel
-        .confirm_select(ConfirmSelectOptions::default())
-        .await?;
+    let channel = amqp::confirming_channel(&connection).await?;
     Ok((connection, channel))
 }
 
 /// A connection of the campaign's own, past all proxies.
-pub async fn connect(url: &str) -> lapin::Result<Connection> {
-    let properties = ConnectionProperties::default().with_connection_name("campaign".into());
-    Connection::connect(url, properties).await
+pub async fn connect(url: &str) -> anyhow::Result<Connection> {
+    amqp::connect(url, "campaign").await
 }
 
 /// Spreads the messages over the time, and over the faults.
@@ -153,9 +147,11 @@ impl Pace {
     }
 
     fn allowed(&self) -> usize {
-        let by_time = self.begun.elapsed().as_secs_f64() / self.time.as_secs_f64();
-        let by_step = self.done.load(Ordering::Relaxed) as f64 / self.steps as f64;
-        (self.messages as f64 * by_time.min(by_step).min(1.0)) as usize
+        let by_time =
+            self.messages as u128 * self.begun.elapsed().as_millis() / self.time.as_millis();
+        let by_step = self.messages * self.done.load(Ordering::Relaxed) / self.steps;
+        let by_time = usize::try_from(by_time).unwrap_or(usize::MAX);
+        by_time.min(by_step).min(self.messages)
     }
 }
 

@@ -10,13 +10,11 @@ use futures::{StreamExt, future::try_join_all};
 use lapin::{
     BasicProperties, Channel, Confirmation,
     message::Delivery,
-    options::{
-        BasicAckOptions, BasicConsumeOptions, BasicNackOptions, BasicPublishOptions,
-        BasicQosOptions, QueueDeclareOptions,
-    },
+    options::{BasicAckOptions, BasicNackOptions, BasicPublishOptions, BasicQosOptions},
     types::{AMQPValue, FieldTable, LongString},
 };
 use retry_scheduler::wire::proto::ReviewMessage;
+use testkit::amqp;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
 use super::{
@@ -72,7 +70,7 @@ pub async fn produce(
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
     while begun.elapsed() < time {
         tick.tick().await;
-        let due = (begun.elapsed().as_secs_f64() * f64::from(rate)) as usize;
+        let due = usize::try_from(begun.elapsed().as_millis() * u128::from(rate) / 1000)?;
         let mut messages = Vec::new();
         for number in oracle.count()..due {
             let parcel = Parcel::new(number, now());
@@ -95,13 +93,8 @@ pub async fn consume(url: String, queue: &'static str, oracle: Arc<Oracle>) -> a
     channel
         .basic_qos(PREFETCH, BasicQosOptions::default())
         .await?;
-    let consumer = channel.basic_consume(
-        queue.into(),
-        "".into(),
-        BasicConsumeOptions::default(),
-        FieldTable::default(),
-    );
-    let mut chunks = consumer.await?.ready_chunks(usize::from(PREFETCH));
+    let consumer = amqp::subscribe(&channel, queue).await?;
+    let mut chunks = consumer.ready_chunks(usize::from(PREFETCH));
     loop {
         let chunk = chunks.next().await.context("the subscription ended")?;
         let mut fail = Vec::new();
@@ -140,10 +133,7 @@ async fn declare(channel: &Channel, queue: &str) -> lapin::Result<()> {
         arguments.insert("x-dead-letter-exchange".into(), text(""));
         arguments.insert("x-dead-letter-routing-key".into(), text(DEAD_LETTERS));
     }
-    let durable = QueueDeclareOptions::durable();
-    channel
-        .queue_declare(queue.into(), durable, arguments)
-        .await?;
+    amqp::declare(channel, queue, arguments).await?;
     Ok(())
 }
 

@@ -8,7 +8,7 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-use crate::{chaos::Chaos, excuse::Record, fault::Fault};
+use crate::{chaos::Chaos, excuse::Record, fault::Fault, instance::DATABASE};
 
 /// How long an instance may take to come to where it dies.
 const DYING: Duration = Duration::from_secs(10);
@@ -51,12 +51,12 @@ impl Chaos {
     /// Whoever that happens to must close the connection, not go on with it.
     pub async fn lock_table(&self) -> anyhow::Result<()> {
         let sql = "BEGIN; LOCK TABLE retry_queue; SELECT pg_sleep(3); COMMIT";
-        self.do_to(move |s| s.postgres.psql("torture", sql).map(drop))
+        self.do_to(move |s| s.postgres.psql(DATABASE, sql).map(drop))
             .await?;
         let given_up = async {
             let sql = "SELECT count(*) FROM pg_stat_activity WHERE application_name \
                        LIKE 'torture-%' AND state = 'idle in transaction (aborted)'";
-            while self.do_to(move |s| s.postgres.psql("torture", sql)).await? != "0" {
+            while self.do_to(move |s| s.postgres.psql(DATABASE, sql)).await? != "0" {
                 sleep(Duration::from_millis(50)).await;
             }
             anyhow::Ok(())

@@ -3,12 +3,13 @@
 use std::{
     collections::{HashMap, HashSet},
     sync::{
-        Mutex, MutexGuard, PoisonError,
+        Mutex,
         atomic::{AtomicUsize, Ordering},
     },
     time::Duration,
 };
 
+use testkit::lock;
 use tokio::time::Instant;
 
 use crate::{
@@ -276,8 +277,4 @@ fn least_wait(count: i32) -> Duration {
     (0..count.clamp(0, 16))
         .map(|attempt| (BASE_DELAY * (1 << attempt)).min(MAX_DELAY))
         .sum()
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

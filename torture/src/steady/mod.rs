@@ -17,18 +17,16 @@ use std::{
     time::Duration,
 };
 
-use anyhow::Context;
 use devstack::Stack;
 use tokio::{
     sync::Mutex,
     task::{JoinSet, spawn_blocking},
-    time::{Instant, sleep, timeout},
+    time::{Instant, sleep},
 };
 
 use crate::{
     Args,
-    campaign::{STARTING, binary},
-    instance::{Slot, is_ready},
+    instance::{DATABASE, Slot, until_ready},
     ledger::Verdict,
     message::{REVIEW, TARGETS},
     rows::Rows,
@@ -71,9 +69,9 @@ pub struct Steady {
 impl Steady {
     /// Starts the services, the instances and the consumers.
     pub async fn begin(args: &Args, time: Duration, logs: &Path) -> anyhow::Result<Self> {
-        let binary = binary()?;
+        let binary = testkit::service_binary()?;
         let stack = spawn_blocking(|| Stack::start_temporary("steady")).await??;
-        let database = stack.postgres.create_database("torture")?;
+        let database = stack.postgres.create_database(DATABASE)?;
         let stack = Arc::new(stack);
         let oracle = Arc::new(Oracle::default());
         let url = stack.rabbitmq.url();
@@ -82,22 +80,15 @@ impl Steady {
             work.spawn(consume(url.clone(), queue, oracle.clone()));
         }
         let mut slots = Vec::new();
+        let mut addresses = Vec::new();
         for number in 0..args.instances {
-            let mut slot = Slot::new(number, &binary, logs, &stack).await?;
+            let mut slot = Slot::new(number, &binary, logs, &stack, &database).await?;
             slot.settings = settings(time);
             slot.start()?;
+            addresses.push(slot.address());
             slots.push(Mutex::new(slot));
         }
-        let ready = async {
-            for slot in &slots {
-                let address = slot.lock().await.address();
-                while !is_ready(address).await {
-                    sleep(Duration::from_millis(50)).await;
-                }
-            }
-        };
-        let ready = timeout(STARTING, ready).await;
-        ready.with_context(|| format!("the instances do not start, see {}", logs.display()))?;
+        until_ready(&addresses, logs).await?;
         Ok(Self {
             rows: Rows::open(&database)?,
             stack,
@@ -132,8 +123,8 @@ impl Steady {
         self.settle().await?;
         let mut verdict = self.oracle.judge();
         self.rows.judge(&mut verdict, false).await?;
-        let warm = warm_up(self.time).as_secs_f64() / every.as_secs_f64();
-        let (figures, growing) = samples.judge(warm.ceil() as usize);
+        let warm = warm_up(self.time).as_millis().div_ceil(every.as_millis());
+        let (figures, growing) = samples.judge(usize::try_from(warm)?);
         Ok(Outcome {
             verdict,
             figures,
@@ -150,7 +141,7 @@ impl Steady {
             if let Some(ended) = self.work.try_join_next() {
                 ended??;
             }
-            bar(begun.elapsed().as_secs_f64() / self.time.as_secs_f64());
+            bar(begun.elapsed(), self.time);
             tokio::time::sleep_until(until.min(Instant::now() + Duration::from_millis(500))).await;
         }
         Ok(())
@@ -220,16 +211,11 @@ fn settings(time: Duration) -> Vec<(&'static str, String)> {
 }
 
 /// How far it is, on a terminal.
-fn bar(part: f64) {
-    const WIDTH: usize = 50;
+fn bar(elapsed: Duration, whole: Duration) {
     if std::io::stderr().is_terminal() {
-        let part = part.min(1.0);
-        let done = "#".repeat((part * WIDTH as f64) as usize);
-        let _ = write!(
-            std::io::stderr(),
-            "\r\x1b[K[{done:<WIDTH$}] {:3.0} %",
-            part * 100.0
-        );
+        let percent = elapsed.min(whole).as_millis() * 100 / whole.as_millis();
+        let done: String = (0..percent / 2).map(|_| '#').collect();
+        let _ = write!(std::io::stderr(), "\r\x1b[K[{done:<50}] {percent:3} %");
     }
 }
 

@@ -6,6 +6,7 @@ use anyhow::{Context, ensure};
 use devstack::Stack;
 use futures::future::join_all;
 use lapin::options::QueueDeleteOptions;
+use testkit::{Proxy, Way, is_ready};
 use tokio::{
     sync::{Mutex, RwLock, mpsc, oneshot},
     task::spawn_blocking,
@@ -18,11 +19,10 @@ use crate::{
     disk::Disk,
     excuse::Record,
     fault::Fault,
-    instance::{PAST_TIMEOUTS, Slot, is_ready},
+    instance::{PAST_TIMEOUTS, Slot},
     ledger::Ledger,
     message::{INTAKE, TARGETS},
     post::{PATIENCE, connect},
-    proxy::{Proxy, Way},
 };
 
 /// An outage must be noticed within this.
@@ -182,8 +182,8 @@ impl Chaos {
                 return self.partition(fault, whom, Way::NoAnswers).await;
             }
             Fault::PgHalfClose | Fault::MqHalfClose => {
-                let towards_instance = (whom / self.slots.len()).is_multiple_of(2);
-                let way = Way::HalfClosed { towards_instance };
+                let towards_client = (whom / self.slots.len()).is_multiple_of(2);
+                let way = Way::HalfClosed { towards_client };
                 return self.partition(fault, whom, way).await;
             }
             Fault::PgSlow | Fault::MqSlow => {
@@ -201,8 +201,9 @@ impl Chaos {
             | Fault::MqAckUnsent
             | Fault::MqPublishUnsent => {
                 let slot = self.slot(whom).lock().await;
-                let sprung = way_of(&slot, fault).spring(fault.trap(), TRAPPING).await;
-                ensure!(sprung, Missed);
+                let trap = fault.trap().context("no trap")?;
+                let sprung = way_of(&slot, fault).set_trap(trap);
+                ensure!(sprung.within(TRAPPING).await, Missed);
             }
             Fault::DieBeforeIntakeCommit
             | Fault::DieAfterIntakeCommit
@@ -341,10 +342,10 @@ impl Chaos {
             let channel = connection.create_channel().await?;
             let options = QueueDeleteOptions::default();
             channel.queue_delete(INTAKE.into(), options).await?;
-            connection.close(200, "deleted".into()).await
+            connection.close(200, "deleted".into()).await?;
+            anyhow::Ok(())
         };
-        timeout(PATIENCE, delete).await??;
-        Ok(())
+        timeout(PATIENCE, delete).await?
     }
 
     /// Waits until each of them has been red; how long that took.

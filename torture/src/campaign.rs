@@ -3,18 +3,18 @@
 use std::{
     collections::BTreeMap,
     io::{IsTerminal, Write},
-    path::{Path, PathBuf},
+    path::Path,
     sync::Arc,
     time::Duration,
 };
 
-use anyhow::{Context, ensure};
 use devstack::Stack;
 use fastrand::Rng;
+use testkit::Proxy;
 use tokio::{
     sync::{Mutex, RwLock, mpsc},
     task::{JoinSet, spawn_blocking},
-    time::{Instant, sleep, timeout},
+    time::{Instant, sleep},
 };
 
 use crate::{
@@ -23,17 +23,14 @@ use crate::{
     consumer::{Consumer, Tricks},
     disk::Disk,
     fault::{Fault, Planned, plan},
-    instance::{Slot, is_ready},
+    instance::{DATABASE, Slot, until_ready},
     ledger::{Ledger, Verdict},
     message::{REVIEW, TARGETS},
     post::{Pace, Post, produce},
-    proxy::Proxy,
     rows::Rows,
 };
 
 const PRODUCERS: usize = 2;
-
-pub const STARTING: Duration = Duration::from_secs(60);
 
 /// Nothing came back for so long: nothing more will.
 const QUIET: Duration = Duration::from_secs(25);
@@ -60,7 +57,7 @@ pub struct Campaign {
 impl Campaign {
     /// Starts the services, the instances and the consumers.
     pub async fn begin(args: &Args, logs: &Path) -> anyhow::Result<Self> {
-        let binary = binary()?;
+        let binary = testkit::service_binary()?;
         let place = logs.join("stack");
         let (kinds, disk) = Disk::for_faults(args.kinds(), &place.join("postgres"));
         let faults = plan(args.seed, &kinds, args.faults);
@@ -69,9 +66,8 @@ impl Campaign {
             spawn_blocking(devstack::faketime).await??;
         }
         let stack = spawn_blocking(|| Stack::start_temporary_in(place)).await??;
-        stack.postgres.create_database("torture")?;
+        let database = stack.postgres.create_database(DATABASE)?;
         let own = Proxy::to(stack.postgres.port()).await?;
-        let database = format!("postgresql://postgres@127.0.0.1:{}/torture", own.port());
         let stack = Arc::new(stack);
         let ledger = Arc::new(Ledger::new(args.messages));
         let gate = Arc::new(RwLock::new(()));
@@ -102,22 +98,16 @@ impl Campaign {
         let mut slots = Vec::new();
         let mut addresses = Vec::new();
         for number in 0..args.instances {
-            let mut slot = Slot::new(number, &binary, logs, &stack).await?;
+            let mut slot = Slot::new(number, &binary, logs, &stack, &database).await?;
             slot.start()?;
             addresses.push(slot.address());
             slots.push(Mutex::new(slot));
         }
-        let ready = async {
-            for address in &addresses {
-                while !is_ready(*address).await {
-                    sleep(Duration::from_millis(50)).await;
-                }
-            }
-        };
-        let ready = timeout(STARTING, ready).await;
-        ready.with_context(|| format!("the instances do not start, see {}", logs.display()))?;
+        until_ready(&addresses, logs).await?;
+        let rows = Arc::new(Rows::open(&own.by_way(&database)?)?);
         Ok(Self {
             faults,
+            rows,
             chaos: Arc::new(Chaos {
                 disk,
                 stack,
@@ -128,7 +118,6 @@ impl Campaign {
                 gate: gate.clone(),
                 ledger: ledger.clone(),
             }),
-            rows: Arc::new(Rows::open(&database)?),
             ledger,
             tricks,
             gate,
@@ -287,7 +276,8 @@ impl Campaign {
 /// SIGKILLs beside the other faults, spread over the time.
 async fn kills(chaos: Arc<Chaos>, pace: Arc<Pace>, seed: u64, kills: usize, time: Duration) {
     let mut random = Rng::with_seed(seed ^ 0x6b69_6c6c);
-    let mean = time.as_millis() as u64 / kills.max(1) as u64;
+    let time = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+    let mean = time / kills.max(1) as u64;
     for _ in 0..kills {
         sleep(Duration::from_millis(random.u64(0..=2 * mean))).await;
         if let Err(e) = chaos.kill(random.usize(..1 << 16)).await {
@@ -295,19 +285,6 @@ async fn kills(chaos: Arc<Chaos>, pace: Arc<Pace>, seed: u64, kills: usize, time
         }
         pace.step();
     }
-}
-
-/// The binary that cargo built beside this example.
-pub fn binary() -> anyhow::Result<PathBuf> {
-    let own = std::env::current_exe()?;
-    let profile = own.parent().and_then(Path::parent);
-    let binary = profile.context("no directory")?.join("retry-scheduler");
-    ensure!(
-        binary.is_file(),
-        "{} is missing; `cargo dev torture` builds it",
-        binary.display()
-    );
-    Ok(binary)
 }
 
 /// A line now and then, in place on a terminal.

@@ -18,7 +18,6 @@ mod message;
 mod plant;
 mod post;
 mod promote;
-mod proxy;
 mod rows;
 mod steady;
 
@@ -116,7 +115,13 @@ async fn main() -> ExitCode {
         disk::set_apart();
     }
     let stop = CancellationToken::new();
-    tokio::spawn(on_signals(stop.clone()));
+    tokio::spawn({
+        let stop = stop.clone();
+        async move {
+            testkit::interrupted().await;
+            stop.cancel();
+        }
+    });
     if args.controls {
         return match stop.run_until_cancelled(controls::run()).await {
             Some(Ok(true)) => ExitCode::SUCCESS,
@@ -155,18 +160,6 @@ async fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
-}
-
-async fn on_signals(stop: CancellationToken) {
-    use tokio::signal::unix::{SignalKind, signal};
-    let Ok(mut terminate) = signal(SignalKind::terminate()) else {
-        return;
-    };
-    tokio::select! {
-        _ = terminate.recv() => {}
-        _ = tokio::signal::ctrl_c() => {}
-    }
-    stop.cancel();
 }
 
 /// Whether all is well; `None` when it was interrupted.

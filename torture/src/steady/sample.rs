@@ -1,8 +1,7 @@
 //! What is measured while a load goes on, and whether it stayed flat.
 
-use std::{path::Path, sync::Arc};
+use std::sync::Arc;
 
-use anyhow::Context;
 use devstack::Stack;
 use tokio::{sync::Mutex, task::spawn_blocking};
 
@@ -74,9 +73,9 @@ impl Samples {
     ) -> anyhow::Result<String> {
         let mut line = Vec::with_capacity(self.columns.len());
         for slot in slots {
-            let proc = Path::new("/proc").join(slot.lock().await.pid()?.to_string());
-            line.push(resident_mb(&proc)?);
-            line.push(std::fs::read_dir(proc.join("fd"))?.count() as f64);
+            let pid = slot.lock().await.pid()?;
+            line.push(testkit::memory_mb(pid, "VmRSS")?);
+            line.push(std::fs::read_dir(format!("/proc/{pid}/fd"))?.count() as f64);
         }
         line.push(rows.connections().await?);
         line.extend(amqp(stack.clone()).await?);
@@ -132,14 +131,6 @@ impl Column {
     fn width(&self) -> usize {
         self.name.len().max(6)
     }
-}
-
-fn resident_mb(proc: &Path) -> anyhow::Result<f64> {
-    let status = std::fs::read_to_string(proc.join("status"))?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
-    let kilobytes = line.and_then(|rest| rest.split_whitespace().next());
-    let kilobytes: f64 = kilobytes.context("no VmRSS")?.parse()?;
-    Ok(kilobytes * 1024.0 / 1e6)
 }
 
 /// Connections of the service to RabbitMQ, and their channels.

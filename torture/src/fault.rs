@@ -3,8 +3,10 @@
 use clap::ValueEnum;
 use fastrand::Rng;
 use retry_scheduler::plant::Point;
-
-use crate::proxy::Trap;
+use testkit::{
+    Fault::{Cut, LoseAnswer},
+    Trap,
+};
 
 /// Something that goes wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum)]
@@ -136,18 +138,15 @@ impl Fault {
     /// Where the connection is cut, for the faults that wait for their moment.
     /// AMQP's methods are known by class 60 and their number.
     pub fn trap(self) -> Option<Trap> {
-        let (bytes, in_request, passed_on): (&[u8], bool, bool) = match self {
-            Self::PgCommitLost => (b"COMMIT", true, true),
-            Self::PgCommitUnsent => (b"COMMIT", true, false),
-            Self::MqConfirmLost => (&[0, 60, 0, 80], false, false),
-            Self::MqAckUnsent => (&[0, 60, 0, 80], true, false),
-            Self::MqPublishUnsent => (&[0, 60, 0, 40], true, false),
+        const PUBLISH: [u8; 4] = [0, 60, 0, 40];
+        const ACK: [u8; 4] = [0, 60, 0, 80];
+        Some(match self {
+            Self::PgCommitLost => Trap::on_request(b"COMMIT", LoseAnswer),
+            Self::PgCommitUnsent => Trap::on_request(b"COMMIT", Cut),
+            Self::MqConfirmLost => Trap::on_answer(&ACK, Cut),
+            Self::MqAckUnsent => Trap::on_request(&ACK, Cut),
+            Self::MqPublishUnsent => Trap::on_request(&PUBLISH, Cut),
             _ => return None,
-        };
-        Some(Trap {
-            bytes,
-            in_request,
-            passed_on,
         })
     }
 }

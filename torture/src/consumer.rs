@@ -14,12 +14,13 @@ use lapin::{
     Channel,
     message::Delivery,
     options::{
-        BasicAckOptions, BasicCancelOptions, BasicConsumeOptions, BasicPublishOptions,
-        BasicQosOptions, QueueDeclareOptions, QueueDeleteOptions,
+        BasicAckOptions, BasicCancelOptions, BasicPublishOptions, BasicQosOptions,
+        QueueDeleteOptions,
     },
     types::FieldTable,
 };
 use retry_scheduler::wire::proto::ReviewMessage;
+use testkit::amqp;
 use tokio::{
     sync::{mpsc, oneshot},
     time::{sleep, timeout},
@@ -91,13 +92,7 @@ impl Consumer {
         self.declare(&channel).await?;
         let qos = channel.basic_qos(PREFETCH, BasicQosOptions::default());
         timeout(PATIENCE, qos).await??;
-        let consumer = channel.basic_consume(
-            self.queue.into(),
-            "".into(),
-            BasicConsumeOptions::default(),
-            FieldTable::default(),
-        );
-        let consumer = timeout(PATIENCE, consumer).await??;
+        let consumer = timeout(PATIENCE, amqp::subscribe(&channel, self.queue)).await??;
         let tag = consumer.tag();
         let mut chunks = consumer.ready_chunks(usize::from(PREFETCH));
         loop {
@@ -138,11 +133,7 @@ impl Consumer {
     }
 
     async fn declare(&self, channel: &Channel) -> anyhow::Result<()> {
-        let declare = channel.queue_declare(
-            self.queue.into(),
-            QueueDeclareOptions::durable(),
-            FieldTable::default(),
-        );
+        let declare = amqp::declare(channel, self.queue, FieldTable::default());
         timeout(PATIENCE, declare).await??;
         Ok(())
     }

@@ -2,7 +2,7 @@
 
 use std::{
     fs::File,
-    net::{Ipv4Addr, SocketAddr, TcpListener},
+    net::SocketAddr,
     os::unix::process::ExitStatusExt,
     path::{Path, PathBuf},
     process::Stdio,
@@ -15,17 +15,16 @@ use nix::{
     unistd::Pid,
 };
 use retry_scheduler::plant::Point;
+use testkit::{Proxy, is_ready};
 use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::TcpStream,
     process::{Child, Command},
-    time::timeout,
+    time::{sleep, timeout},
 };
 
-use crate::{
-    message::{INTAKE, REVIEW},
-    proxy::Proxy,
-};
+use crate::message::{INTAKE, REVIEW};
+
+/// The database of all instances.
+pub const DATABASE: &str = "torture";
 
 /// What instances call themselves, before their numbers.
 pub const SERVICE: &str = "torture-";
@@ -56,6 +55,9 @@ pub const LONGEST_TURN: Duration = Duration::from_secs(6);
 /// Longer than any of the time-outs, and than the sum of any two.
 pub const PAST_TIMEOUTS: Duration = Duration::from_millis(4500);
 
+/// How long instances may take to become ready, the migrations included.
+const STARTING: Duration = Duration::from_secs(60);
+
 /// How long a clean stop may take: the shutdown's deadline and a bit.
 const LEAVING: Duration = Duration::from_secs(10);
 
@@ -65,6 +67,8 @@ pub struct Slot {
     pub rabbitmq: Proxy,
     /// Settings beside the usual ones, which they win over.
     pub settings: Vec<(&'static str, String)>,
+    database_url: String,
+    rabbitmq_url: String,
     number: usize,
     binary: PathBuf,
     log: PathBuf,
@@ -80,18 +84,21 @@ impl Slot {
         binary: &Path,
         logs: &Path,
         stack: &devstack::Stack,
+        database_url: &str,
     ) -> anyhow::Result<Self> {
-        // Free now; nobody else is given it so soon.
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+        let postgres = Proxy::to(stack.postgres.port()).await?;
+        let rabbitmq = Proxy::to(stack.rabbitmq.port()).await?;
         Ok(Self {
-            postgres: Proxy::to(stack.postgres.port()).await?,
-            rabbitmq: Proxy::to(stack.rabbitmq.port()).await?,
+            database_url: postgres.by_way(database_url)?,
+            rabbitmq_url: rabbitmq.by_way(&stack.rabbitmq.url())?,
+            postgres,
+            rabbitmq,
             settings: Vec::new(),
             number,
             binary: binary.to_owned(),
             log: logs.join(format!("instance-{number}.log")),
             order: logs.join(format!("die-{number}")),
-            address: listener.local_addr()?,
+            address: testkit::free_address()?,
             child: None,
         })
     }
@@ -114,11 +121,6 @@ impl Slot {
 
     fn launch<const N: usize>(&mut self, more: [(&str, &str); N]) -> anyhow::Result<()> {
         let log = File::options().create(true).append(true).open(&self.log)?;
-        let database = format!(
-            "postgresql://postgres@127.0.0.1:{}/torture",
-            self.postgres.port()
-        );
-        let broker = format!("amqp://guest:guest@127.0.0.1:{}/%2f", self.rabbitmq.port());
         let child = Command::new(&self.binary)
             .arg("serve")
             .env_clear()
@@ -131,8 +133,8 @@ impl Slot {
             .env("SERVICE_NAME", format!("{SERVICE}{}", self.number))
             .env("BASE_DELAY_MS", BASE_DELAY.as_millis().to_string())
             .env("MAX_DELAY_MS", MAX_DELAY.as_millis().to_string())
-            .env("DATABASE_URL", database)
-            .env("RABBITMQ_URL", broker)
+            .env("DATABASE_URL", &self.database_url)
+            .env("RABBITMQ_URL", &self.rabbitmq_url)
             .env("HTTP_PORT", self.address.port().to_string())
             .envs(more)
             .stdin(Stdio::null())
@@ -236,15 +238,16 @@ impl Slot {
     }
 }
 
-/// Whether `/ready` is green; no answer is red.
-pub async fn is_ready(address: SocketAddr) -> bool {
-    let asking = async {
-        let mut stream = TcpStream::connect(address).await?;
-        let request = b"GET /ready HTTP/1.0\r\nHost: localhost\r\n\r\n";
-        stream.write_all(request).await?;
-        let mut status = [0; 12];
-        stream.read_exact(&mut status).await?;
-        std::io::Result::Ok(status.ends_with(b" 200"))
+/// Waits until the instances at all these addresses are ready for the first time.
+pub async fn until_ready(addresses: &[SocketAddr], logs: &Path) -> anyhow::Result<()> {
+    let ready = async {
+        for address in addresses {
+            while !is_ready(*address).await {
+                sleep(Duration::from_millis(50)).await;
+            }
+        }
     };
-    matches!(timeout(Duration::from_secs(5), asking).await, Ok(Ok(true)))
+    timeout(STARTING, ready)
+        .await
+        .with_context(|| format!("the instances do not start, see {}", logs.display()))
 }
