@@ -13,21 +13,25 @@ use uuid::Uuid;
 
 use crate::{
     backoff::Backoff,
-    broker::{self, Broker},
+    broker::Broker,
     config::Settings,
-    dispatcher::Dispatcher,
-    dry_run::DryRun,
-    health::{Health, Part},
+    dispatcher::{Dispatcher, DryRun, Wake},
+    domain::policy::{Jitter, Policy, PolicyBook},
     http::Pages,
-    intake::Intake,
+    intake::{Intake, Recorder},
     janitor::Janitor,
-    metrics::Metrics,
-    policy::{Jitter, Policy, PolicyBook},
-    recorder::Recorder,
+    observe::{
+        health::{Health, Part},
+        metrics::Metrics,
+    },
     store::{Store, maintenance::Retention},
-    wake::Wake,
     wire::{Rules, Source},
 };
+
+/// A new name for an instance of the service: no two have the same.
+pub fn instance_name(settings: &Settings) -> String {
+    format!("{}-{}", settings.service_name, Uuid::new_v4().simple())
+}
 
 /// A service that listens but does not yet work.
 pub struct App {
@@ -40,16 +44,15 @@ pub struct App {
 }
 
 impl App {
-    /// Takes the port and checks what can be checked without the other side.
-    pub async fn new(settings: Settings) -> anyhow::Result<Self> {
+    /// Takes the port, and checks all that can be checked without Postgres and RabbitMQ.
+    pub async fn new(settings: Settings, instance: &str) -> anyhow::Result<Self> {
         let address = SocketAddr::new(settings.http_host, settings.http_port);
         let listener = TcpListener::bind(address)
             .await
             .with_context(|| format!("HTTP_PORT: cannot listen on {address}"))?;
-        let instance = format!("{}-{}", settings.service_name, Uuid::new_v4().simple());
         Ok(Self {
             broker: Broker::new(&settings)?,
-            store: Store::open(&settings, &instance)?,
+            store: Store::open(&settings, instance)?,
             book: policy_book(&settings)?,
             metrics: Arc::new(Metrics::new(settings.metrics_max_queues)?),
             listener,
@@ -57,7 +60,7 @@ impl App {
         })
     }
 
-    /// Where HTTP is served.
+    /// The address where HTTP is served.
     pub fn address(&self) -> anyhow::Result<SocketAddr> {
         Ok(self.listener.local_addr()?)
     }
@@ -71,7 +74,7 @@ impl App {
         stop_in_time(parts, shutdown, cancelled, deadline, store).await
     }
 
-    /// Says what would be sent, until `shutdown` resolves, and does nothing.
+    /// Says what would be sent, until `shutdown` resolves, and sends nothing.
     pub async fn dry_run(self, shutdown: impl Future<Output = ()>) -> anyhow::Result<()> {
         let cancelled = CancellationToken::new();
         let (deadline, store) = (self.settings.shutdown_timeout, self.store.clone());
@@ -96,6 +99,7 @@ impl App {
                 wake: wake.clone(),
                 metrics: self.metrics.clone(),
                 key_life: self.settings.idempotency_keys,
+                told_of_unknown: Arc::default(),
             },
             metrics: self.metrics.clone(),
             part,
@@ -116,7 +120,6 @@ impl App {
             source: Source::RetryMessages,
             max_retries_limit: settings.max_retries_limit,
             max_payload_bytes: settings.max_payload_bytes,
-            max_age: settings.max_age,
         };
         let mut intakes = vec![self.intake(rules.clone(), &wake, health.part("consumer"))];
         if let Some(queue) = &settings.dead_letter_queue {
@@ -127,7 +130,6 @@ impl App {
             };
             intakes.push(self.intake(rules, &wake, health.part("dead-letter-consumer")));
         }
-        let review_queue = broker::short(&settings.manual_review_queue)?;
         let dispatchers: Vec<Dispatcher> = (1..=settings.dispatch_workers)
             .map(|n| Dispatcher {
                 broker: self.broker.clone(),
@@ -137,7 +139,7 @@ impl App {
                 metrics: self.metrics.clone(),
                 part: health.part(format!("publisher-{n}")),
                 service: settings.service_name.clone(),
-                review_queue: review_queue.clone(),
+                review_queue: settings.manual_review_queue.clone(),
                 review_format: settings.review_format,
                 batch: settings.dispatch_batch,
                 batch_bytes: settings.dispatch_batch_bytes,
@@ -198,7 +200,7 @@ impl App {
     }
 }
 
-/// Waits for `shutdown`, then for all parts, but not beyond the deadline.
+/// Waits for `shutdown`, then for all parts to stop, but not beyond the deadline.
 async fn stop_in_time(
     mut parts: JoinSet<()>,
     shutdown: impl Future<Output = ()>,
@@ -208,8 +210,8 @@ async fn stop_in_time(
 ) -> anyhow::Result<()> {
     tokio::select! {
         () = shutdown => {}
-        // Parts end only when told to, or by a panic: then stop as a whole, and
-        // let whoever watches this process start it anew.
+        // A part ends only when it is told to, or by a panic. Then the service stops as
+        // a whole, and whoever watches this process starts it anew.
         ended = parts.join_next() => {
             cancelled.cancel();
             match ended {
@@ -231,7 +233,8 @@ async fn stop_in_time(
     Ok(())
 }
 
-/// Tries until it works: Postgres may start after us.
+/// Applies the migrations, and tries again until that works: Postgres may start after
+/// us. False when cancelled before.
 async fn migrated(store: &Store, cancelled: &CancellationToken) -> bool {
     let mut backoff = Backoff::default();
     while !cancelled.is_cancelled() {
@@ -244,8 +247,9 @@ async fn migrated(store: &Store, cancelled: &CancellationToken) -> bool {
     false
 }
 
-/// The settings' own policy is the default; the file, or the presets, name more.
-fn policy_book(settings: &Settings) -> anyhow::Result<PolicyBook> {
+/// The policies in force: the default comes from the settings, the others from the file
+/// that POLICIES_FILE names, or from the presets.
+pub fn policy_book(settings: &Settings) -> anyhow::Result<PolicyBook> {
     let default = Policy {
         max_retries: settings.default_max_retries,
         base_delay: settings.base_delay,
@@ -253,7 +257,7 @@ fn policy_book(settings: &Settings) -> anyhow::Result<PolicyBook> {
         jitter: Jitter::Additive {
             up_to: settings.jitter,
         },
-        max_age: Some(settings.max_age),
+        max_age: settings.max_age,
         ..Policy::default()
     };
     let Some(path) = &settings.policies_file else {

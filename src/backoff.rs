@@ -1,4 +1,5 @@
-//! Waits between attempts to reach Postgres or RabbitMQ: capped, jittered, for ever.
+//! The waits between attempts to reach Postgres or RabbitMQ: growing, capped, jittered,
+//! without end.
 
 use std::time::Duration;
 
@@ -8,7 +9,8 @@ use tokio_util::sync::CancellationToken;
 const FIRST: Duration = Duration::from_millis(100);
 const LONGEST: Duration = Duration::from_secs(5);
 
-/// The wait before the next attempt (jitter may double it); grows with each until [`Backoff::reset`].
+/// The wait before the next attempt. It grows with each attempt until
+/// [`Backoff::reset`]; jitter may double it.
 pub struct Backoff(ExponentialBackoff);
 
 impl Default for Backoff {
@@ -25,7 +27,7 @@ impl Default for Backoff {
 }
 
 impl Backoff {
-    /// What was tried has worked.
+    /// Begins anew with the shortest wait: the attempt has worked.
     pub fn reset(&mut self) {
         *self = Self::default();
     }

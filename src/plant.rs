@@ -1,10 +1,10 @@
-//! Bugs and deaths on purpose, for the torture campaign: it must catch the ones
-//! and stand the others.
+//! Bugs and deaths on purpose, for the torture campaign: it must notice every bug, and
+//! lose nothing over any death.
 //!
-//! Compiled in only with the feature `plant`. Then `RETRY_PLANT` names the bug,
+//! They are compiled in only with the feature `plant`. Then `RETRY_PLANT` names the bug,
 //! and `RETRY_DIE_AT` a file that may say, at any time, where to die.
 
-/// A bug that loses, repeats, hurries or never ends.
+/// A bug that loses messages, repeats them, sends them too early or never ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bug {
     /// Deliveries are acknowledged before they are stored.
@@ -13,15 +13,15 @@ pub enum Bug {
     TrustLostCommit,
     /// A message without a confirm is taken for sent.
     SettleUnconfirmed,
-    /// A message that came back for want of a queue is taken for sent.
+    /// A message that the broker returned is taken for sent.
     IgnoreReturns,
     /// Rows are published without being locked.
     ClaimWithoutLock,
     /// A republish is not counted.
     CountNotRaised,
-    /// What is spent is sent back all the same.
+    /// A message whose budget is spent is sent back all the same.
     BudgetIgnored,
-    /// What is bound for review is settled without being sent.
+    /// A message bound for review is settled without being sent.
     ReviewNotSent,
     /// A connection goes back to the pool with its transaction open.
     TxNotDetached,
@@ -30,7 +30,7 @@ pub enum Bug {
 }
 
 impl Bug {
-    /// Whether this one is planted.
+    /// Whether this bug is planted.
     pub fn planted(self) -> bool {
         cfg!(feature = "plant")
             && std::env::var("RETRY_PLANT").is_ok_and(|name| name == format!("{self:?}"))
@@ -40,9 +40,9 @@ impl Bug {
 /// A place where an instance can be told to die.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Point {
-    /// A batch of failures is written, not committed.
+    /// A batch of failures is written, but not committed.
     BeforeIntakeCommit,
-    /// It is committed, not acknowledged.
+    /// The batch is committed, but its deliveries are not acknowledged.
     AfterIntakeCommit,
     /// The acknowledgement is next.
     BeforeAck,
@@ -50,21 +50,21 @@ pub enum Point {
     AfterAck,
     /// A claimed message is about to be published; others of its batch may be.
     BeforePublish,
-    /// It has been handed to the client.
+    /// The message has been handed to the client.
     AfterPublish,
-    /// A batch is published, no confirm was waited for.
+    /// A batch is published, and no confirm was waited for.
     BeforeConfirm,
-    /// All confirms that come have come.
+    /// All confirms have come, or were given up.
     AfterConfirm,
-    /// The outcome of a batch is written, not committed.
+    /// The settlement of a batch is written, but not committed.
     BeforeSettleCommit,
-    /// It is committed.
+    /// The settlement is committed.
     AfterSettleCommit,
 }
 
 impl Point {
-    /// Dies here if the file that `RETRY_DIE_AT` names says so: `AfterAck 3` is
-    /// at the third passing from when it says so. By SIGKILL: nothing is unwound,
+    /// Dies here if the file that `RETRY_DIE_AT` names says so: `AfterAck 3` means at
+    /// the third passing from then on. It dies by SIGKILL, so that nothing is unwound,
     /// flushed or said.
     #[cfg(feature = "plant")]
     pub fn pass(self) {
@@ -88,7 +88,7 @@ impl Point {
         }
     }
 
-    /// Goes on.
+    /// Goes on: without the feature `plant` nothing dies here.
     #[cfg(not(feature = "plant"))]
     #[inline]
     pub fn pass(self) {}

@@ -3,10 +3,7 @@
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, bail};
-use retry_scheduler::store::{
-    PLAN_SETTINGS,
-    dispatch::{CLAIM, CLAIM_SETTINGS},
-};
+use retry_scheduler::store::STATEMENTS;
 use sqlx::{AssertSqlSafe, PgPool, Row, postgres::PgPoolOptions};
 use tokio::time::{Instant, sleep};
 
@@ -205,13 +202,18 @@ impl Rows {
 
     /// Postgres's plan of the statement with which the dispatcher claims what is due.
     pub async fn claim_plan(&self, schema: &str) -> anyhow::Result<String> {
+        let claim = STATEMENTS
+            .iter()
+            .find(|statement| statement.name == "claim");
+        let claim = claim.context("the store has no statement named claim")?;
         let mut tx = self.pool.begin().await?;
-        let settings =
-            format!("SET LOCAL search_path = {schema}; SELECT {PLAN_SETTINGS}, {CLAIM_SETTINGS}");
+        let settings = claim.settings();
+        let settings = format!("SET LOCAL search_path = {schema}; SELECT {settings}");
         sqlx::raw_sql(AssertSqlSafe(settings))
             .execute(&mut *tx)
             .await?;
-        let lines: Vec<String> = sqlx::query_scalar(AssertSqlSafe(format!("EXPLAIN {CLAIM}")))
+        let explain = format!("EXPLAIN {}", claim.text());
+        let lines: Vec<String> = sqlx::query_scalar(AssertSqlSafe(explain))
             .bind(500_i64)
             .bind(8_i64 << 20)
             .fetch_all(&mut *tx)

@@ -4,7 +4,10 @@ use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use anyhow::{Context, bail, ensure};
 use lapin::Connection;
-use retry_scheduler::{app::App, config::Settings};
+use retry_scheduler::{
+    app::{App, instance_name},
+    config::Settings,
+};
 use secrecy::ExposeSecret;
 use testkit::amqp;
 use tokio::{
@@ -67,7 +70,8 @@ impl Stage {
         services::prepare(&broker).await?;
         let reviewing = connect(&settings).await?;
 
-        let app = App::new(settings).await?;
+        let instance = instance_name(&settings);
+        let app = App::new(settings, &instance).await?;
         let address = app.address()?;
         let app_stop = CancellationToken::new();
         let app = tokio::spawn(app.run(app_stop.clone().cancelled_owned()));

@@ -19,8 +19,13 @@ use lapin::BasicProperties;
 use prost::Message;
 use retry_scheduler::{
     config::Settings,
-    policy::{Policy, PolicyBook},
-    task::{NewTask, Next, Reason},
+    domain::{
+        limits::{LATEST_MS, MAX_ERROR_BYTES, MAX_LABEL_BYTES, MAX_PROPERTIES_BYTES},
+        policy::{Policy, PolicyBook},
+        queues::name_problem,
+        review::Reason,
+        task::{NewTask, Next},
+    },
     wire::{
         Arrived, Rules, Source, decode,
         proto::{HeaderValue, Properties, header_value::Kind},
@@ -33,9 +38,6 @@ pub use retry_message::{json, protobuf};
 
 /// The id for a message that brings none, and for one that is invalid.
 const FRESH: Uuid = Uuid::from_u128(42);
-
-/// The end of the year 9999: the decoders refuse any later moment.
-const LATEST_MS: i64 = 253_402_300_799_999;
 
 /// The rules of a source. They have a policy for each kind of identity, by id and by payload, and a
 /// payload limit that small inputs reach.
@@ -50,7 +52,6 @@ fn rules(source: Source) -> &'static Rules {
             source,
             max_retries_limit: 100,
             max_payload_bytes: 500,
-            max_age: settings.max_age,
         };
         [
             rules(Source::RetryMessages, &settings.retry_queue),
@@ -95,10 +96,12 @@ fn can_be_stored(task: &NewTask, rules: &Rules) {
     let texts = [
         Some(&task.queue),
         Some(&task.error),
-        Some(&task.policy),
+        Some(&task.policy.name),
         task.producer_id.as_ref(),
         task.idempotency_key.as_ref(),
         labels.category.as_ref(),
+        labels.operation.as_ref(),
+        labels.error_type.as_ref(),
         labels.tenant.as_ref(),
         labels.correlation_id.as_ref(),
         labels.trace_id.as_ref(),
@@ -106,27 +109,28 @@ fn can_be_stored(task: &NewTask, rules: &Rules) {
     for text in texts.into_iter().flatten() {
         assert!(!text.contains('\0'), "Postgres refuses NUL: {text:?}");
         // Three times the limit, because each NUL is replaced by a visible sign of three bytes.
-        assert!(text.len() <= 3 * 64 * 1024, "{} bytes", text.len());
+        assert!(text.len() <= 3 * MAX_ERROR_BYTES, "{} bytes", text.len());
     }
     if let Some(key) = &task.idempotency_key {
-        assert!(!key.is_empty() && key.len() <= 3 * 255, "it is in an index");
+        assert!(
+            !key.is_empty() && key.len() <= 3 * MAX_LABEL_BYTES,
+            "it is in an index"
+        );
     }
-    assert!((1..=255).contains(&task.queue.len()), "{:?}", task.queue);
-    assert!(!task.queue.chars().any(char::is_control));
-    assert!(task.retry_count >= 0);
-    assert!((0..=rules.max_retries_limit).contains(&task.max_retries));
+    assert_eq!(name_problem(&task.queue), None);
+    assert!(task.budget.retry_count >= 0);
+    assert!((0..=rules.max_retries_limit).contains(&task.budget.max_retries));
     for ms in [task.not_before_ms, task.first_failed_at_ms] {
         assert!(ms.is_none_or(|ms| (1..=LATEST_MS).contains(&ms)), "{ms:?}");
     }
     if task.verdict.is_none() {
         assert!(task.payload.len() <= rules.max_payload_bytes);
         assert_eq!(rules.allowed.refusal(&task.queue), None);
-        assert!(task.properties.len() <= 64 * 1024);
+        assert!(task.properties.len() <= MAX_PROPERTIES_BYTES);
     }
     Properties::decode(task.properties.as_slice()).expect("the properties can be read again");
-    let policy = rules.book.named(&task.policy);
     for random in [0.0, 0.5, 0.999] {
-        if let Next::Retry { delay, .. } = task.next(policy, task.retry_count, random) {
+        if let Next::Retry { delay, .. } = task.next(task.budget.retry_count, random) {
             assert!(delay.as_millis() <= LATEST_MS.unsigned_abs().into());
         }
     }

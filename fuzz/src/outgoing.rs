@@ -2,13 +2,15 @@
 //! goes to review.
 
 use chrono::DateTime;
-use lapin::types::{AMQPValue, FieldTable, ShortString, generation::gen_field_table};
+use lapin::types::{AMQPValue, FieldTable, generation::gen_field_table};
 use prost::Message;
 use retry_scheduler::{
-    config::ReviewFormat,
-    task::{NewTask, Reason, Task},
+    domain::{
+        review::Reason,
+        task::{NewTask, Task},
+    },
     wire::{
-        self, Outgoing, Source,
+        self, Outgoing, ReviewFormat, Source,
         proto::{Properties, ReviewMessage},
     },
 };
@@ -36,16 +38,16 @@ fn claimed(new: &NewTask) -> Task {
         queue: new.queue.clone(),
         properties: new.properties.clone(),
         error: Some(new.error.clone()),
-        class: Some(new.class.as_str().to_owned()),
-        retry_count: new.retry_count,
-        max_retries: new.max_retries,
+        class: Some(new.class),
+        budget: new.budget,
         free: false,
-        policy: Some(new.policy.clone()),
+        policy: Some(new.policy.name.clone()),
         labels: new.labels.clone(),
         reason: new.verdict,
         expired: false,
         first_failed_at: DateTime::UNIX_EPOCH,
         last_failed_at: DateTime::UNIX_EPOCH,
+        due_at: DateTime::UNIX_EPOCH,
         late: std::time::Duration::ZERO,
     }
 }
@@ -94,7 +96,7 @@ fn goes_back(new: &NewTask, mut task: Task) {
         assert_eq!(again.message_id, new.message_id);
         assert_eq!(again.payload, new.payload);
         assert_eq!(again.queue, new.queue);
-        assert_eq!(again.retry_count, task.next_count());
+        assert_eq!(again.budget.retry_count, task.next_count());
     }
 }
 
@@ -120,10 +122,9 @@ fn is_readable(value: &AMQPValue) -> bool {
 }
 
 fn goes_to_people(new: &NewTask, mut task: Task, format: ReviewFormat) {
-    let queue = ShortString::from("review");
     let reason = new.verdict.unwrap_or(Reason::Exhausted);
     let properties = Properties::decode(new.properties.as_slice()).expect("properties");
-    let out = wire::review(&mut task, reason, &queue, format).expect("it can go to people");
+    let out = wire::review(&mut task, reason, "review", format).expect("it can go to people");
     let envelope: ReviewMessage = match format {
         ReviewFormat::Json if !crate::speaks_json(&properties) => return,
         ReviewFormat::Json => serde_json::from_slice(&out.body).expect("an envelope in JSON"),

@@ -3,7 +3,7 @@
 use lapin::BasicProperties;
 use prost::Message;
 use retry_scheduler::{
-    task::NewTask,
+    domain::task::NewTask,
     wire::{Source, proto::RetryMessage},
 };
 use serde_json::Value;

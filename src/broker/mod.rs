@@ -1,7 +1,7 @@
 //! RabbitMQ: connect, find or make queues, consume, publish a batch.
 //!
-//! Nothing here recovers: a connection that failed is dropped, and the loop that
-//! owns it builds a new one. Every wait for the broker has a deadline.
+//! Nothing here recovers by itself: a connection that failed is dropped, and the loop
+//! that owns it builds a new one. Every wait for the broker has a deadline.
 
 mod publisher;
 mod subscription;
@@ -22,7 +22,7 @@ use tokio::time::timeout;
 use tracing::info;
 
 pub use publisher::{Fault, Outcome, Publisher};
-pub use subscription::Subscription;
+pub use subscription::{Delivery, Subscription};
 
 use crate::config::Settings;
 
@@ -32,24 +32,24 @@ pub enum BrokerError {
     /// The broker, or the way to it, failed.
     #[error("RabbitMQ: {0}")]
     Failed(#[from] lapin::Error),
-    /// It did not answer.
+    /// The broker did not answer.
     #[error("RabbitMQ did not answer {0} within {1:?}")]
     Silent(&'static str, Duration),
-    /// The consumer was cancelled: its queue was deleted or the broker stops.
+    /// The broker ended the subscription: its queue was deleted, or the broker stops.
     #[error("RabbitMQ ended the subscription: the queue was deleted, or the node is going away")]
     Cancelled,
-    /// The client cannot parse what the broker sends, and so cannot refuse it.
+    /// The AMQP client cannot parse a delivery, and so cannot refuse it either.
     #[error(
         "a message at the head of {0:?} cannot be read by this AMQP client (is one of its \
          properties not UTF-8?): take it out by hand, for example on RabbitMQ's management page"
     )]
     Unreadable(String),
-    /// Not usable with AMQP.
+    /// A name that AMQP cannot carry.
     #[error("{0}")]
     Unusable(String),
 }
 
-/// How to reach the broker.
+/// How to reach the broker, and how long to wait for it.
 #[derive(Clone)]
 pub struct Broker {
     uri: AMQPUri,
@@ -59,14 +59,15 @@ pub struct Broker {
 }
 
 impl Broker {
-    /// Takes what is needed from the settings.
+    /// Takes address and deadlines from the settings.
     pub fn new(settings: &Settings) -> anyhow::Result<Self> {
         let mut uri: AMQPUri = settings
             .rabbitmq_url
             .expose_secret()
             .parse()
             .map_err(|e| anyhow::anyhow!("RABBITMQ_URL: {e}"))?;
-        // The broker's own default of 60 s would hide a frozen node for two minutes.
+        // With the broker's own default of 60 s a frozen node would be noticed only
+        // after two minutes.
         uri.query
             .heartbeat
             .get_or_insert(settings.broker_heartbeat_seconds);
@@ -132,9 +133,10 @@ impl Broker {
         })
     }
 
-    /// Publishes to nowhere and waits for the confirm. Under an alarm the broker
-    /// reads nothing, says so only to those who publish, and delivers all it was
-    /// sent when the alarm clears: better this than a batch of messages.
+    /// Publishes a message to nowhere and waits for its confirm. Under an alarm the
+    /// broker reads nothing, tells only those who publish, and delivers all that it was
+    /// sent when the alarm clears. So a message that nobody gets has to find out, and
+    /// not a batch of real ones.
     async fn prove_publishing(&self, channel: &Channel) -> Result<(), BrokerError> {
         let nowhere = format!("{}.probe.{}", self.name, uuid::Uuid::new_v4());
         let confirm = self
@@ -157,7 +159,7 @@ impl Broker {
         let channel = self
             .answer("channel.open", connection.create_channel())
             .await?;
-        // Without this every publish would be reported as done at once.
+        // Without this the client would report every publish as done at once.
         self.answer(
             "confirm.select",
             channel.confirm_select(ConfirmSelectOptions::default()),
@@ -166,8 +168,8 @@ impl Broker {
         Ok(channel)
     }
 
-    /// Looks first: declaring a queue that exists with other arguments fails,
-    /// and then it is to be used as it is.
+    /// Makes sure that the queue exists. It looks first, because declaring a queue that
+    /// exists with other arguments fails; such a queue is used as it is.
     async fn ensure_queue(
         &self,
         connection: &Connection,
@@ -209,7 +211,7 @@ impl Broker {
         Ok(())
     }
 
-    /// Declares `queue` durable if it is absent: for the command line.
+    /// Declares `queue` durable if it is absent, on a connection of its own.
     pub async fn declare(&self, queue: &str) -> Result<(), BrokerError> {
         let connection = self.connect("command").await?;
         self.ensure_queue(&connection, &short(queue)?).await?;
@@ -230,7 +232,7 @@ impl Broker {
 }
 
 /// A queue name as AMQP takes it.
-pub fn short(text: &str) -> Result<ShortString, BrokerError> {
+fn short(text: &str) -> Result<ShortString, BrokerError> {
     ShortString::try_new(text).map_err(|e| BrokerError::Unusable(e.to_string()))
 }
 
@@ -241,10 +243,11 @@ fn amqp_code(error: &lapin::Error) -> Option<u16> {
     }
 }
 
-/// Closing waits for the broker, which under an alarm never answers.
+/// Closes a connection, but does not wait for ever: under an alarm the broker never
+/// answers.
 async fn close(connection: &Connection, deadline: Duration) {
     const REPLY_SUCCESS: u16 = 200;
     let goodbye = connection.close(REPLY_SUCCESS, "goodbye".into());
-    // The broker cleans up after a connection that was merely cut, too.
+    // A connection that is merely cut is cleaned up by the broker, too.
     let _ = timeout(deadline, goodbye).await;
 }

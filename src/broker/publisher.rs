@@ -6,7 +6,7 @@ use futures::FutureExt;
 use lapin::{Channel, Confirmation, Connection, options::BasicPublishOptions, types::ShortString};
 use tokio::time::{Instant, error::Elapsed, timeout_at};
 
-use super::{Broker, BrokerError, amqp_code, close};
+use super::{Broker, BrokerError, amqp_code, close, short};
 use crate::{
     plant::{Bug, Point},
     wire::Outgoing,
@@ -15,25 +15,25 @@ use crate::{
 /// What became of one published message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// In its queue.
+    /// The message is in its queue.
     Confirmed,
-    /// There is no such queue.
+    /// The broker returned the message: its queue does not exist.
     Returned(String),
-    /// The broker would not take it (a full queue, for example).
+    /// The broker would not take the message, for example because the queue is full.
     Refused,
-    /// Not known: it may or may not be in its queue.
+    /// It is not known whether the message is in its queue.
     Unknown,
 }
 
-/// What kept a batch from being answered in full. The publisher is spent.
+/// What kept a batch from being answered in full. The publisher cannot be used any more.
 #[derive(Debug, thiserror::Error)]
 pub enum Fault {
     /// The broker closed the channel, or all of the connection, over one
     /// message's content.
     #[error("RabbitMQ closed the channel: {0}")]
     Channel(String),
-    /// The broker failed inside. It does so over some content, too, so a message
-    /// that was alone is suspect.
+    /// The broker failed inside. Some content makes it do so, too, so a message that was
+    /// published alone is suspect.
     #[error("RabbitMQ failed over what it was sent: {0}")]
     Internal(String),
     /// The connection failed.
@@ -64,32 +64,36 @@ impl Publisher {
         }
     }
 
-    /// Whether the broker has raised an alarm. A connection that has since died
-    /// still says so of itself, but will never be told that the alarm is over.
+    /// Whether the broker has raised an alarm and the connection still lives. A
+    /// connection that has died since still calls itself blocked, but will never be
+    /// told that the alarm is over.
     pub fn blocked(&self) -> bool {
         let status = self.connection.status();
         status.connected() && self.channel.status().connected() && status.blocked()
     }
 
-    /// Publishes all, then waits for all confirms: an outcome each.
+    /// Publishes all messages, then waits for all confirms; gives an outcome for each.
     ///
-    /// lapin hands a return to whichever confirm comes next, not to its own, so
-    /// returns are matched by `message_id` over the whole batch. A message's
-    /// return is on the wire before its ack, and is handed to a confirm that is
-    /// done no later than its own; so one that is acked and not among the returns
-    /// of all confirms done by then is in its queue, even if the batch broke off.
+    /// The AMQP client hands a return to whichever confirm comes next, not to the one
+    /// it belongs to, so returns are matched by `message_id` over the whole batch. The
+    /// broker sends a message's return before its ack, and the client hands that return
+    /// to a confirm which completes no later than the message's own. So a message that
+    /// is acked, and is not among the returns of all confirms completed by then, is in
+    /// its queue, even if the batch broke off.
     pub async fn publish(&mut self, batch: &[Outgoing]) -> (Vec<Outcome>, Option<Fault>) {
         let deadline = Instant::now() + self.broker.confirm_timeout;
         let mut fault = None;
-        // lapin's future is done when its own thread has written the frames, a
-        // switch to and fro. So all are handed over, in order, before one is waited for.
+        // The client's own thread writes the frames, and its future completes only
+        // then: two switches of threads. So all messages are handed over, in order,
+        // before one of them is waited for.
         let mut handed_over = Vec::with_capacity(batch.len());
         for message in batch {
             Point::BeforePublish.pass();
             let mut publish = Box::pin(self.channel.basic_publish(
                 ShortString::default(),
                 message.queue.clone(),
-                // Without `mandatory` a message to a missing queue is dropped and acked.
+                // Without `mandatory` the broker drops a message to a missing queue, and
+                // acknowledges it.
                 BasicPublishOptions {
                     mandatory: true,
                     ..BasicPublishOptions::default()
@@ -100,8 +104,8 @@ impl Publisher {
             let polled = futures::poll!(publish.as_mut());
             handed_over.push((publish, polled));
         }
-        // Whatever breaks off, the others may still be answered: what is known of
-        // each is kept.
+        // When one publish fails the others may still be answered, so what is known of
+        // each message is kept.
         let mut confirms = Vec::with_capacity(batch.len());
         for (publish, polled) in handed_over {
             let written = match polled {
@@ -115,7 +119,9 @@ impl Publisher {
         let mut outcomes = vec![Outcome::Unknown; batch.len()];
         let mut returned: HashMap<String, String> = HashMap::new();
         let mut given_up = Vec::new();
-        // One that is given up before its frames are written may get another's return.
+        // If we stop waiting before the client has written a message's frames, its
+        // confirm may carry another message's return; so after a write timeout no ack
+        // is trusted.
         let trusted = !matches!(fault, Some(Fault::Timeout(_)));
         for (outcome, confirm) in outcomes.iter_mut().zip(confirms) {
             let Some(mut confirm) = confirm else { continue };
@@ -133,8 +139,8 @@ impl Publisher {
             };
             note_return(answer, &mut returned);
         }
-        // Confirmed since, such a one may have the return of a message that was read
-        // as confirmed after it.
+        // A confirm that we stopped waiting for may have completed since, and may carry
+        // the return of a message whose own confirm was read after it.
         for confirm in given_up {
             if let Some(Ok(answer)) = confirm.now_or_never() {
                 note_return(answer, &mut returned);
@@ -173,11 +179,12 @@ impl Publisher {
     }
 
     /// Makes `queue` again if somebody deleted it.
-    pub async fn ensure_queue(&self, queue: &ShortString) -> Result<(), BrokerError> {
-        self.broker.ensure_queue(&self.connection, queue).await
+    pub async fn ensure_queue(&self, queue: &str) -> Result<(), BrokerError> {
+        let queue = short(queue)?;
+        self.broker.ensure_queue(&self.connection, &queue).await
     }
 
-    /// Says goodbye, within the deadline.
+    /// Closes the connection, within the deadline.
     pub async fn close(self) {
         close(&self.connection, self.broker.timeout).await;
     }
@@ -193,8 +200,8 @@ fn note_return(answer: Confirmation, returned: &mut HashMap<String, String>) {
     }
 }
 
-/// Notes why a batch broke off. What the broker said of a message's content
-/// outweighs what followed from it: publishing on may fail first, because the
+/// Notes why a batch broke off. What the broker said of a message's content outweighs
+/// what followed from it: another publish may fail before that is read, because the
 /// channel is gone.
 fn blame(fault: &mut Option<Fault>, error: &lapin::Error) {
     const CONTENT_TOO_LARGE: u16 = 311;

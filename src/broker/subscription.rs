@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 use futures::StreamExt;
-use lapin::{Connection, Consumer, message::Delivery, options::BasicAckOptions};
+use lapin::{Acker, Connection, Consumer, options::BasicAckOptions};
 use tokio::time::timeout;
 
 use super::{BrokerError, close};
-use crate::plant::Point;
+use crate::{plant::Point, wire::Arrived};
 
 /// Deliveries from one queue.
 pub struct Subscription {
@@ -16,12 +16,29 @@ pub struct Subscription {
     pub(super) timeout: Duration,
 }
 
+/// A message that the broker handed to us and that is not yet acknowledged.
+pub struct Delivery {
+    /// The content.
+    pub arrived: Arrived,
+    /// Acknowledges this delivery, and all before it.
+    pub receipt: Receipt,
+}
+
+/// The right to acknowledge a delivery.
+pub struct Receipt(Acker);
+
 impl Subscription {
-    /// The next delivery. Safe to cancel. The end of the stream is a fault: the
+    /// The next delivery. Safe to cancel. The end of the stream is an error: the
     /// connection may look healthy while nothing will ever come again.
     pub async fn next(&mut self) -> Result<Delivery, BrokerError> {
         match self.consumer.next().await {
-            Some(Ok(delivery)) => Ok(delivery),
+            Some(Ok(delivery)) => Ok(Delivery {
+                arrived: Arrived {
+                    body: delivery.data,
+                    properties: delivery.properties,
+                },
+                receipt: Receipt(delivery.acker),
+            }),
             Some(Err(e)) if matches!(e.kind(), lapin::ErrorKind::ParsingError(_)) => {
                 Err(BrokerError::Unreadable(self.consumer.queue().to_string()))
             }
@@ -30,9 +47,9 @@ impl Subscription {
         }
     }
 
-    /// Acknowledges this delivery and all before it.
-    pub async fn ack_through(&self, last: &Delivery) -> Result<(), BrokerError> {
-        let ack = last.ack(BasicAckOptions { multiple: true });
+    /// Acknowledges the delivery that `last` is of, and all before it.
+    pub async fn ack_through(&self, last: &Receipt) -> Result<(), BrokerError> {
+        let ack = last.0.ack(BasicAckOptions { multiple: true });
         Point::BeforeAck.pass();
         let acked = match timeout(self.timeout, ack).await {
             Ok(result) => result.map(drop).map_err(Into::into),
@@ -42,7 +59,8 @@ impl Subscription {
         acked
     }
 
-    /// Hands everything unacknowledged back to the queue.
+    /// Closes the connection, which hands all that is not acknowledged back to the
+    /// queue.
     pub async fn close(self) {
         close(&self.connection, self.timeout).await;
     }

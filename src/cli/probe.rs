@@ -14,10 +14,12 @@ use tokio::{
 
 use crate::config::Settings;
 
-/// Below the time-out of the image's health check, so that the reason is told.
+/// How long to wait: less than the time-out of the image's health check, so that the
+/// reason is told.
 const DEADLINE: Duration = Duration::from_secs(4);
 
-/// More than any answer of `/ready`; whatever else listens there may say more.
+/// The most bytes to read: more than any answer of `/ready`. Whatever else listens
+/// there may say more.
 const LONGEST_ANSWER: u64 = 64 * 1024;
 
 /// Fails, naming what is down, unless the service answers that it is ready.

@@ -21,7 +21,7 @@ const fn setting(name: &'static str, default: &'static str, help: &'static str) 
 /// Every setting there is, in the order they are documented.
 #[rustfmt::skip]
 pub const SETTINGS: &[Setting] = &[
-    setting("SERVICE_NAME", "retry-scheduler", "Names this service in logs, broker connections and the `x-retry-scheduler` header."),
+    setting("SERVICE_NAME", "retry-scheduler", "Names this service in JSON log lines, broker connections and the `x-retry-scheduler` header."),
     setting("HTTP_HOST", "0.0.0.0", "Address the HTTP server listens on."),
     setting("HTTP_PORT", "8086", "Port of the HTTP server; 0 takes any free one."),
     setting("RABBITMQ_URL", "amqp://localhost:5672", "Broker, as `amqp://` or `amqps://`."),
@@ -36,14 +36,14 @@ pub const SETTINGS: &[Setting] = &[
     setting("BASE_DELAY_MS", "2000", "Wait before the first retry; it doubles with each further one."),
     setting("MAX_DELAY_MS", "60000", "Longest wait between retries, before jitter."),
     setting("JITTER_MS", "1000", "A random 0 to this is added to each wait."),
-    setting("MAX_AGE_MS", "604800000", "A message older than this goes to review whatever its count."),
+    setting("MAX_AGE_MS", "604800000", "A message older than this goes to review whatever its count, unless its policy says otherwise."),
     setting("RETRY_POLL_INTERVAL_MS", "1000", "Longest sleep of the dispatcher; it wakes earlier for what falls due."),
     setting("DATABASE_URL", "postgresql://localhost:5432/retry_scheduler", "Postgres, as `postgresql://`."),
     setting("DATABASE_POOL_SIZE", "8", "Connections to Postgres."),
     setting("DATABASE_TIMEOUT_MS", "15000", "Deadline of one database operation."),
     setting("MIGRATE_ON_START", "true", "Apply migrations when serving starts."),
-    // The pool's size above and all sizes and waits to DISPATCH_BATCH_BYTES: by
-    // measurement, in BENCHMARKS.md.
+    // DATABASE_POOL_SIZE above, and all sizes and waits from here to
+    // DISPATCH_BATCH_BYTES, were chosen by measurement: see BENCHMARKS.md.
     setting("INTAKE_PREFETCH", "1000", "Unacknowledged messages the broker may hand us."),
     setting("INTAKE_BATCH", "500", "Most messages stored in one transaction."),
     setting("INTAKE_LINGER_MS", "20", "How long a batch waits for more once it has its first message."),

@@ -14,56 +14,25 @@ use std::{
 };
 
 use config::Config;
-use globset::GlobSet;
 use secrecy::SecretString;
 
 pub use list::{SETTINGS, Setting};
 use values::{Values, key, one_of, read_file};
+
+use crate::{
+    domain::{limits::MOST_RETRIES, queues::AllowedQueues},
+    wire::ReviewFormat,
+};
 
 /// How log lines look.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogFormat {
     /// Pretty on a terminal, JSON elsewhere.
     Auto,
-    /// One JSON object a line.
+    /// One JSON object a line, for programs.
     Json,
-    /// For people.
+    /// Coloured text, for people.
     Pretty,
-}
-
-/// How review messages are written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ReviewFormat {
-    /// proto3 JSON.
-    Json,
-    /// Protobuf.
-    Protobuf,
-}
-
-/// The queues a message may go back to.
-#[derive(Clone, Debug)]
-pub struct AllowedQueues {
-    own: Vec<String>,
-    allowed: Option<GlobSet>,
-}
-
-impl AllowedQueues {
-    /// Why `queue` may not be published to, if it may not.
-    pub fn refusal(&self, queue: &str) -> Option<&'static str> {
-        if self.own.iter().any(|own| own == queue) {
-            Some("it is one of the scheduler's own queues")
-        } else if queue.starts_with("amq.") {
-            Some("names beginning with amq. belong to the broker")
-        } else if self
-            .allowed
-            .as_ref()
-            .is_some_and(|set| !set.is_match(queue))
-        {
-            Some("it is not among ALLOWED_QUEUES")
-        } else {
-            None
-        }
-    }
 }
 
 /// All settings, parsed and checked.
@@ -207,15 +176,12 @@ impl Settings {
                 "protobuf" => ReviewFormat::Protobuf,
                 other => return Err(one_of("REVIEW_FORMAT", other, "json, protobuf")),
             },
-            allowed_queues: AllowedQueues {
-                own,
-                allowed: values.globs("ALLOWED_QUEUES")?,
-            },
+            allowed_queues: AllowedQueues::new(own, values.globs("ALLOWED_QUEUES")?),
             retry_queue,
             manual_review_queue,
             dead_letter_queue,
-            default_max_retries: values.within("DEFAULT_MAX_RETRIES", 0..=1000)?,
-            max_retries_limit: values.within("MAX_RETRIES_LIMIT", 0..=1000)?,
+            default_max_retries: values.within("DEFAULT_MAX_RETRIES", 0..=MOST_RETRIES)?,
+            max_retries_limit: values.within("MAX_RETRIES_LIMIT", 0..=MOST_RETRIES)?,
             policies_file: values.optional("POLICIES_FILE").map(PathBuf::from),
             base_delay,
             max_delay,
@@ -276,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn the_defaults_are_the_seeds_except_the_poll_interval() {
+    fn the_defaults_are_those_that_the_readme_names() {
         let s = load(&[]).unwrap();
         assert_eq!(s.http_port, 8086);
         assert_eq!(s.retry_queue, "retry.scheduled");
@@ -313,6 +279,10 @@ mod tests {
             ("DEAD_LETTER_QUEUE", "retry.scheduled"),
             ("MAX_RETRIES_LIMIT", "-3"),
             ("RETAIN_EVENTS_HOURS", "0"),
+            // Twenty years, twice as long as any policy may last.
+            ("MAX_AGE_MS", "630720000000"),
+            ("JITTER_MS", "630720000000"),
+            ("DEFAULT_MAX_RETRIES", "1001"),
         ] {
             let error = load(&[(name, value)]).expect_err(name).to_string();
             assert!(error.starts_with(&format!("{name}: ")), "{error}");

@@ -4,14 +4,14 @@ use std::{fmt, path::Path, time::Duration};
 
 use config::{Config, File, FileFormat, Value, ValueKind};
 use globset::{Glob, GlobSet, GlobSetBuilder};
-use lapin::uri::AMQPUri;
 use secrecy::SecretString;
 use serde::de::DeserializeOwned;
 use url::Url;
 
 use super::{ConfigError, SETTINGS};
+use crate::domain::{limits::LONGEST_DURATION, queues::name_problem};
 
-/// `config` gives the layers; this gives each value a name in its error.
+/// The layers of settings, with errors that name the setting.
 pub(super) struct Values(pub(super) Config);
 
 impl Values {
@@ -50,11 +50,11 @@ impl Values {
     }
 
     pub(super) fn queue(&self, name: &'static str) -> Result<String, ConfigError> {
-        let queue = self.text(name)?;
-        if queue.len() > 255 {
-            return Err(ConfigError::new(name, "a queue name has at most 255 bytes"));
+        let queue: String = self.parsed(name)?;
+        match name_problem(&queue) {
+            Some(problem) => Err(ConfigError::new(name, format!("the queue name {problem}"))),
+            None => Ok(queue),
         }
-        Ok(queue)
     }
 
     pub(super) fn within<T>(
@@ -77,14 +77,13 @@ impl Values {
     }
 
     pub(super) fn millis(&self, name: &'static str, least: u64) -> Result<Duration, ConfigError> {
-        // A century: beyond any sense, and safely inside Postgres's timestamps.
-        const MOST: u64 = 100 * 366 * 86_400_000;
-        self.within(name, least..=MOST).map(Duration::from_millis)
+        let most = u64::try_from(LONGEST_DURATION.as_millis()).unwrap_or(u64::MAX);
+        self.within(name, least..=most).map(Duration::from_millis)
     }
 
     pub(super) fn hours(&self, name: &'static str) -> Result<Duration, ConfigError> {
-        // A fraction of an hour is enough for what keeps nothing, such as a test.
-        self.within(name, 0.001..=f64::from(100 * 366 * 24))
+        // A fraction of an hour serves those who want to keep next to nothing.
+        self.within(name, 0.001..=LONGEST_DURATION.as_secs_f64() / 3600.0)
             .map(|hours| Duration::from_secs_f64(hours * 3600.0))
     }
 
@@ -106,24 +105,24 @@ impl Values {
     }
 
     pub(super) fn amqp_url(&self, name: &'static str) -> Result<SecretString, ConfigError> {
-        let url = self.text(name)?;
-        url.parse::<AMQPUri>()
-            .map_err(|e| ConfigError::new(name, format!("not an AMQP URL: {e}")))?;
-        Ok(url.into())
+        self.url(name, &["amqp", "amqps"])
     }
 
     pub(super) fn database_url(&self, name: &'static str) -> Result<SecretString, ConfigError> {
-        let url = self.text(name)?;
-        let scheme = Url::parse(&url)
-            .map_err(|e| ConfigError::new(name, format!("not a URL: {e}")))?
-            .scheme()
-            .to_owned();
-        if !matches!(scheme.as_str(), "postgres" | "postgresql") {
-            return Err(one_of(name, &scheme, "postgresql://, postgres://"));
+        self.url(name, &["postgresql", "postgres"])
+    }
+
+    /// A URL with one of these schemes. The client that connects by it checks the rest,
+    /// also before anything starts.
+    fn url(&self, name: &'static str, schemes: &[&str]) -> Result<SecretString, ConfigError> {
+        let text = self.text(name)?;
+        let url =
+            Url::parse(&text).map_err(|e| ConfigError::new(name, format!("not a URL: {e}")))?;
+        if !schemes.contains(&url.scheme()) {
+            let choices: Vec<String> = schemes.iter().map(|s| format!("{s}://")).collect();
+            return Err(one_of(name, url.scheme(), &choices.join(", ")));
         }
-        url.parse::<sqlx::postgres::PgConnectOptions>()
-            .map_err(|e| ConfigError::new(name, format!("not a Postgres URL: {e}")))?;
-        Ok(url.into())
+        Ok(text.into())
     }
 
     pub(super) fn log_filter(&self, name: &'static str) -> Result<String, ConfigError> {
@@ -168,8 +167,8 @@ pub(super) fn read_file(
     Ok(source)
 }
 
-/// Hides the passwords of a URL, also one given as a parameter; other values
-/// pass as they are.
+/// Hides the passwords of a URL, also those given as parameters. Other values pass as
+/// they are.
 fn redact(value: &str) -> String {
     const HIDDEN: &str = "***";
     let is_secret = |name: &str| name.to_ascii_lowercase().contains("password");
@@ -181,7 +180,7 @@ fn redact(value: &str) -> String {
         return value.to_owned();
     }
     if url.password().is_some() {
-        // Cannot fail: a URL that has a password has a host.
+        // This cannot fail, since a URL that has a password has a host.
         let _ = url.set_password(Some(HIDDEN));
     }
     if in_query {

@@ -1,120 +1,85 @@
-//! Dispatcher: due rows go back to their queues, spent ones to review.
+//! Dispatcher: due tasks go back to their queues, spent ones to review.
+//!
+//! This file is the loop: connect, take turns, wait. [`turn`] is one turn, from claim
+//! to settlement; [`judge`] says what follows from the broker's answer; [`watch`]
+//! waits for the next due moment, and [`wake`] lets intake cut that short.
 
-mod ends;
+mod dry_run;
+mod judge;
+mod turn;
+mod wake;
+mod watch;
 
 use std::{sync::Arc, time::Duration};
 
-use lapin::types::ShortString;
-use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
+pub use dry_run::DryRun;
+pub use wake::Wake;
+
 use crate::{
     backoff::Backoff,
-    broker::{Broker, Fault, Outcome, Publisher},
-    config::ReviewFormat,
-    health::Part,
-    metrics::Metrics,
-    plant::Bug,
-    policy::PolicyBook,
-    store::{Store, StoreError, dispatch::LaneCursor},
-    task::{Reason, Settlement, Task},
-    wake::Wake,
-    wire::{self, Outgoing},
+    broker::{Broker, Fault, Publisher},
+    domain::policy::PolicyBook,
+    observe::{health::Part, metrics::Metrics, telemetry::chain},
+    store::{Store, dispatch::LaneCursor},
+    wire::ReviewFormat,
 };
+use turn::{Turn, TurnError};
+use watch::Look;
 
-/// Something is due but others hold it: look again soon, not at once.
-const CONTENDED_NAP: Duration = Duration::from_millis(50);
-
-/// The loop that publishes what is due. Several may run, on several instances.
+/// A worker that publishes what is due. Several may run, on several instances.
+#[allow(missing_docs)] // fields without a comment are the parts it works with
 pub struct Dispatcher {
-    /// Where messages go.
     pub broker: Broker,
-    /// Where rows are claimed.
     pub store: Store,
-    /// For the backoff of retries that found no queue.
     pub book: PolicyBook,
-    /// Rings when intake stored something that is due soon.
+    /// Rung when intake has stored something that is due soon.
     pub wake: Arc<Wake>,
-    /// Counts.
     pub metrics: Arc<Metrics>,
-    /// Says whether we can publish.
     pub part: Part,
-    /// Named in the headers of what we publish.
+    /// The service's name, for the headers of what is published.
     pub service: String,
-    /// Where people look.
-    pub review_queue: ShortString,
-    /// How people read.
+    /// The queue where people look.
+    pub review_queue: String,
     pub review_format: ReviewFormat,
-    /// Most rows in a transaction.
+    /// The most rows in one transaction.
     pub batch: usize,
-    /// Most payload bytes in a transaction.
+    /// The most payload bytes in one transaction.
     pub batch_bytes: usize,
-    /// Longest sleep.
+    /// The longest sleep.
     pub poll_interval: Duration,
 }
 
-/// What one turn of the loop found.
-#[derive(Debug, PartialEq, Eq)]
-pub enum Turn {
-    /// As many rows as were asked for: there may be more.
-    Full,
-    /// Fewer: all that was due.
-    Short,
-    /// None that nobody else holds.
-    Nothing,
+/// A worker's connection, and what it remembers from turn to turn.
+struct Session {
+    publisher: Publisher,
+    memory: Memory,
 }
 
-/// What to do next.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Look {
-    /// Something is due, or may be.
-    Claim,
-    /// Nothing was due.
-    Watch,
-    /// All that was due is in others' hands.
-    WatchOthers,
-}
-
-/// Why a turn failed. Its rows are as they were, or settled as far as known.
-#[derive(Debug, thiserror::Error)]
-pub enum TurnError {
-    /// The publisher is spent.
-    #[error(transparent)]
-    Broker(#[from] Fault),
-    /// The store failed.
-    #[error(transparent)]
-    Store(#[from] StoreError),
-}
-
-/// Whether the next claim must be fair: only a full one can leave others
-/// waiting, and a fair claim costs a little more.
-#[derive(Debug, Default)]
-pub struct Fairness {
-    asked: bool,
+/// What a worker remembers, also from one connection to the next.
+#[derive(Default)]
+struct Memory {
+    backoff: Backoff,
+    /// How many turns still take one row only, to find the message that the broker
+    /// chokes on. The search may cost connections.
+    careful: usize,
+    /// Whether the next claim must be fair. Only a full claim can leave others
+    /// waiting, and a fair one costs a little more.
+    fair: bool,
+    /// Where the next fair claim goes on.
     lanes: LaneCursor,
-}
-
-/// A claimed row, where it is bound, and how its turn ended: `None` leaves it
-/// as it was, for another turn.
-struct Bound {
-    task: Task,
-    review: Option<Reason>,
-    end: Option<Settlement>,
 }
 
 impl Dispatcher {
     /// Runs until cancelled; a batch in hand is finished first.
     pub async fn run(self, cancelled: CancellationToken) {
-        let mut backoff = Backoff::default();
+        let mut memory = Memory::default();
         let mut connected_before = false;
-        // Turns to take one row at a time, to find the one the broker chokes on.
-        // Outlives the connection, which may be what it costs.
-        let mut careful = 0_usize;
-        let mut fairness = Fairness::default();
         while !cancelled.is_cancelled() {
-            match self.broker.publisher(&self.review_queue.to_string()).await {
-                Ok(mut publisher) => {
+            match self.broker.publisher(&self.review_queue).await {
+                Ok(publisher) => {
                     if connected_before {
                         self.metrics
                             .reconnects
@@ -123,51 +88,40 @@ impl Dispatcher {
                     }
                     connected_before = true;
                     self.part.up("connected");
-                    let fault = self
-                        .serve(
-                            &mut publisher,
-                            &cancelled,
-                            &mut backoff,
-                            &mut careful,
-                            &mut fairness,
-                        )
-                        .await;
-                    match &fault {
+                    let mut session = Session { publisher, memory };
+                    match self.serve(&mut session, &cancelled).await {
                         None => self.part.down("stopped"),
                         Some(why) => {
-                            self.part.down(why);
+                            self.part.down(&why);
                             warn!(error = why, "the dispatcher lost its connection");
                         }
                     }
-                    publisher.close().await;
+                    memory = session.memory;
+                    session.publisher.close().await;
                 }
                 Err(e) => {
-                    self.part.down(e.to_string());
-                    warn!(error = %e, "the dispatcher cannot connect yet");
+                    self.part.down(chain(&e));
+                    warn!(error = chain(&e), "the dispatcher cannot connect yet");
                 }
             }
-            backoff.wait(&cancelled).await;
+            memory.backoff.wait(&cancelled).await;
         }
     }
 
-    /// Works with one publisher until it is spent (why) or we are cancelled.
-    async fn serve(
-        &self,
-        publisher: &mut Publisher,
-        cancelled: &CancellationToken,
-        backoff: &mut Backoff,
-        careful: &mut usize,
-        fairness: &mut Fairness,
-    ) -> Option<String> {
+    /// Takes turns on one connection until it cannot be used any more (and says why),
+    /// or until cancelled.
+    async fn serve(&self, session: &mut Session, cancelled: &CancellationToken) -> Option<String> {
         let mut look = Look::Claim;
         while !cancelled.is_cancelled() {
-            if let Err(why) = publisher.usable() {
-                if !publisher.blocked() {
+            if let Err(why) = session.publisher.usable() {
+                if !session.publisher.blocked() {
                     return Some(why.to_owned());
                 }
                 // An alarm passes: publish nothing, keep the connection, look again.
                 self.part.down(why);
-                self.nap(self.poll_interval, cancelled).await;
+                cancelled
+                    .run_until_cancelled(tokio::time::sleep(self.poll_interval))
+                    .await;
                 continue;
             }
             self.part.up("connected");
@@ -176,173 +130,49 @@ impl Dispatcher {
                 look = watched.await.unwrap_or(Look::Watch);
                 continue;
             }
-            let rows = if *careful > 0 { 1 } else { self.batch };
-            *careful = careful.saturating_sub(1);
-            match self.run_once(publisher, rows, fairness).await {
+            let memory = &mut session.memory;
+            let rows = if memory.careful > 0 { 1 } else { self.batch };
+            memory.careful = memory.careful.saturating_sub(1);
+            match self.turn(session, rows).await {
                 Ok(turn) => {
-                    backoff.reset();
+                    session.memory.backoff.reset();
                     look = match turn {
                         Turn::Full => Look::Claim,
                         Turn::Short => Look::Watch,
                         Turn::Nothing => Look::WatchOthers,
                     };
                 }
-                Err(TurnError::Broker(Fault::Channel(why))) => {
-                    // Alone, it was the culprit and has been dealt with.
-                    if rows > 1 {
-                        *careful = self.batch;
-                    }
-                    warn!(error = why, "one message closed the channel; finding which");
-                    if let Err(e) = publisher.reopen().await {
-                        return Some(e.to_string());
-                    }
-                }
                 Err(TurnError::Broker(fault)) => {
-                    if let Fault::Internal(_) = fault
-                        && rows > 1
-                    {
-                        *careful = self.batch;
+                    if let Some(why) = self.survive(session, fault, rows).await {
+                        return Some(why);
                     }
-                    return Some(fault.to_string());
                 }
                 Err(TurnError::Store(e)) => {
                     self.metrics.store_errors.inc();
-                    warn!(error = %e, "the dispatcher cannot reach the store");
-                    // What was published could not be settled and is sent again: one
-                    // message shall find out when that works, and not a batch each time.
-                    *careful = (*careful).max(1);
-                    backoff.wait(cancelled).await;
+                    warn!(error = chain(&e), "the dispatcher cannot reach the store");
+                    // What was published could not be settled and will be sent again:
+                    // let one message find out when that works, and not a whole batch.
+                    session.memory.careful = session.memory.careful.max(1);
+                    session.memory.backoff.wait(cancelled).await;
                 }
             }
         }
         None
     }
 
-    /// Waits until something is due, at most the poll interval. One of all
-    /// workers looks, the others wait for their turn: an idle service asks
-    /// Postgres one question a poll interval.
-    async fn watch(&self, look: Look) -> Look {
-        let Ok(turn) = timeout(self.poll_interval, self.wake.turn.lock()).await else {
-            return look;
+    /// Goes on after a fault of the broker on the same connection, if that is possible;
+    /// else says why it is not. A message that was alone has been dealt with; in a
+    /// batch of several, the next turns find out which one it was.
+    async fn survive(&self, session: &mut Session, fault: Fault, rows: usize) -> Option<String> {
+        let over_content = matches!(fault, Fault::Channel(_) | Fault::Internal(_));
+        if over_content && rows > 1 {
+            session.memory.careful = self.batch;
+        }
+        let Fault::Channel(why) = fault else {
+            return Some(fault.to_string());
         };
-        // Intake has stored something that is due by now: no need to ask.
-        if self.wake.has_come() {
-            return Look::Claim;
-        }
-        let due = self.store.next_due().await;
-        // Counted from the answer, not from the question: a claim that comes a hair
-        // too early finds nothing, and takes that for rows in others' hands.
-        let now = Instant::now();
-        let latest = now + self.poll_interval;
-        match due {
-            Ok(Some(Duration::ZERO)) => {
-                // Not in its turn: another may see what falls due meanwhile.
-                drop(turn);
-                if look == Look::WatchOthers {
-                    tokio::time::sleep(CONTENDED_NAP).await;
-                }
-                Look::Claim
-            }
-            Ok(due) => {
-                let known = due.is_some_and(|due| now + due <= latest);
-                let until = due.map_or(latest, |due| latest.min(now + due));
-                match self.wake.sleep(until).await || known {
-                    true => Look::Claim,
-                    false => Look::Watch,
-                }
-            }
-            // The claim says what is wrong, and backs off.
-            Err(_) => Look::Claim,
-        }
-    }
-
-    async fn nap(&self, nap: Duration, cancelled: &CancellationToken) {
-        cancelled.run_until_cancelled(tokio::time::sleep(nap)).await;
-    }
-
-    /// Claims up to `rows` due rows, publishes them and settles what is known.
-    pub async fn run_once(
-        &self,
-        publisher: &mut Publisher,
-        rows: usize,
-        fairness: &mut Fairness,
-    ) -> Result<Turn, TurnError> {
-        let bytes = self.batch_bytes;
-        let mut claim = if fairness.asked {
-            let lanes = &mut fairness.lanes;
-            self.store.claim_fairly(rows, bytes, lanes).await?
-        } else {
-            self.store.claim(rows, bytes).await?
-        };
-        fairness.asked = claim.full;
-        let started = Instant::now();
-        let tasks = std::mem::take(&mut claim.tasks);
-        if tasks.is_empty() {
-            claim.settle(&[]).await?;
-            return Ok(Turn::Nothing);
-        }
-        self.metrics.dispatch_batch.observe(tasks.len() as f64);
-        let full = claim.full;
-
-        let mut bound: Vec<Bound> = Vec::with_capacity(tasks.len());
-        let mut outgoing = Vec::with_capacity(tasks.len());
-        for mut task in tasks {
-            let budget_counts = !Bug::BudgetIgnored.planted();
-            let review = task
-                .review_reason()
-                .filter(|reason| budget_counts || *reason != Reason::Exhausted);
-            let end = match self.address(&mut task, review) {
-                Ok(_) if Bug::ReviewNotSent.planted() && review.is_some() => {
-                    review.map(Settlement::Reviewed)
-                }
-                Ok(message) => {
-                    outgoing.push(message);
-                    None
-                }
-                Err(error) => Some(self.failed(&task, review, error)),
-            };
-            bound.push(Bound { task, review, end });
-        }
-        let (outcomes, fault) = publisher.publish(&outgoing).await;
-        let culprit = match &fault {
-            Some(Fault::Channel(why)) if outgoing.len() == 1 => Some(why.clone()),
-            _ => None,
-        };
-        let suspect = match &fault {
-            Some(Fault::Timeout(_)) => true,
-            Some(Fault::Internal(_)) => outgoing.len() == 1,
-            _ => false,
-        };
-        drop(outgoing);
-        let mut review_is_missing = false;
-        let published = bound.iter_mut().filter(|b| b.end.is_none());
-        for (bound, outcome) in published.zip(&outcomes) {
-            review_is_missing |= bound.review.is_some() && matches!(outcome, Outcome::Returned(_));
-            bound.end = self.end(bound, outcome, culprit.as_deref());
-            if suspect && *outcome == Outcome::Unknown {
-                bound.end = Some(self.stand_back(&bound.task));
-            }
-        }
-        let ends: Vec<(i64, &Settlement)> = bound
-            .iter()
-            .filter_map(|b| Some((b.task.id, b.end.as_ref()?)))
-            .collect();
-        claim.settle(&ends).await?;
-        self.tell(&bound, started.elapsed());
-        if review_is_missing && let Err(e) = publisher.ensure_queue(&self.review_queue).await {
-            return Err(Fault::Connection(e.to_string()).into());
-        }
-        match fault {
-            Some(fault) => Err(fault.into()),
-            None if full => Ok(Turn::Full),
-            None => Ok(Turn::Short),
-        }
-    }
-
-    fn address(&self, task: &mut Task, review: Option<Reason>) -> Result<Outgoing, String> {
-        match review {
-            Some(reason) => wire::review(task, reason, &self.review_queue, self.review_format),
-            None => wire::republish(task, &self.service),
-        }
+        warn!(error = why, "one message closed the channel; finding which");
+        let reopened = session.publisher.reopen().await;
+        reopened.err().map(|e| chain(&e))
     }
 }

@@ -1,40 +1,93 @@
-//! The columns of history, in one place: every statement that changes a row
-//! writes them from what it changed.
+//! The columns of history, in one place: every statement that changes a row writes
+//! its event from the row as it left it.
 
-/// What a changing statement returns of `retry_queue q`.
-macro_rules! changed {
-    () => {
-        "q.id, q.status, q.retry_count, q.max_retries, q.next_retry_at, q.reason, q.error_class, \
-         q.policy, q.category, q.tenant_id, q.correlation_id, q.trace_id"
-    };
+use crate::domain::event::EventKind;
+
+/// The actor of what the service does by itself.
+pub(super) const SERVICE: &str = "'service'";
+
+/// The columns that an event takes over from its row.
+const OF_THE_ROW: [&str; 13] = [
+    "status",
+    "retry_count",
+    "max_retries",
+    "next_retry_at",
+    "reason",
+    "error_class",
+    "policy",
+    "category",
+    "operation",
+    "error_type",
+    "tenant_id",
+    "correlation_id",
+    "trace_id",
+];
+
+/// What a statement that changes `retry_queue q` has to return for its event.
+pub(super) fn changed() -> String {
+    let columns = OF_THE_ROW.map(|column| format!("q.{column}"));
+    format!("q.id, {}", columns.join(", "))
 }
 
-/// Inserts an event for each row of `$from`, a relation with the columns of
-/// [`changed!`] under the alias `c`. The other arguments are SQL expressions.
-macro_rules! record_events {
-    (from: $from:literal, event: $event:literal, detail: $detail:literal,
-     was: $was:literal, delay_ms: $delay:literal, error: $error:literal,
-     instance: $instance:literal) => {
-        concat!(
-            "INSERT INTO retry_events (task_id, event_type, detail, from_status, status, ",
-            "retry_count, max_retries, next_retry_at, reason, error_class, policy, category, ",
-            "tenant_id, correlation_id, trace_id, delay_ms, error, instance) ",
-            "SELECT c.id, ",
-            $event,
-            ", ",
-            $detail,
-            ", ",
-            $was,
-            ", c.status, c.retry_count, c.max_retries, c.next_retry_at, c.reason, c.error_class, ",
-            "c.policy, c.category, c.tenant_id, c.correlation_id, c.trace_id, ",
-            $delay,
-            ", ",
-            $error,
-            ", ",
-            $instance,
-            " FROM ",
-            $from,
-            " AS c"
+/// The event of each row of a relation: every field is an SQL expression, in which
+/// `c` is the row.
+pub(super) struct Event<'s> {
+    /// The relation; it has the columns of [`changed`].
+    pub from: &'s str,
+    pub kind: &'s str,
+    pub detail: &'s str,
+    /// The status before; `NULL` for a new row.
+    pub was: &'s str,
+    pub delay_ms: &'s str,
+    pub error: &'s str,
+    pub attempt_id: &'s str,
+    /// Who did it: the service, or an operator.
+    pub actor: &'s str,
+    pub instance: &'s str,
+}
+
+impl Default for Event<'_> {
+    fn default() -> Self {
+        Self {
+            from: "changed",
+            kind: "NULL",
+            detail: "NULL",
+            was: "NULL",
+            delay_ms: "NULL",
+            error: "NULL",
+            attempt_id: "NULL",
+            actor: SERVICE,
+            instance: "NULL",
+        }
+    }
+}
+
+impl Event<'_> {
+    /// The statement that writes the events.
+    pub fn insert(&self) -> String {
+        let Event {
+            from,
+            kind,
+            detail,
+            was,
+            delay_ms,
+            error,
+            attempt_id,
+            actor,
+            instance,
+        } = self;
+        let columns = OF_THE_ROW.join(", ");
+        let values = OF_THE_ROW.map(|column| format!("c.{column}")).join(", ");
+        format!(
+            "INSERT INTO retry_events (task_id, {columns}, event_type, detail, from_status, delay_ms, \
+             error, attempt_id, actor, instance)
+             SELECT c.id, {values}, {kind}, {detail}, {was}, {delay_ms}, {error}, {attempt_id}, \
+             {actor}, {instance} FROM {from} AS c"
         )
-    };
+    }
+}
+
+/// A kind of event as an SQL literal.
+pub(super) fn literal(kind: EventKind) -> String {
+    format!("'{kind}'")
 }

@@ -5,87 +5,191 @@ use std::{
     time::Duration,
 };
 
+use chrono::{DateTime, Utc};
+use sqlx::{FromRow, Row, postgres::PgRow};
 use uuid::Uuid;
 
-use super::{StoreError, intake::IntakeTx, millis};
+use super::{
+    Store, StoreError,
+    arrivals::IntakeTx,
+    events::{Event, changed, literal},
+    millis,
+    statement::{Statement, place},
+};
+use crate::domain::{
+    arrival::Applied,
+    event::{EventKind, KeyAction},
+};
 
 /// A producer's key where it is unique.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Key {
-    /// Tenant and queue.
+    /// The queue and the tenant, as [`crate::domain::idempotency::scope`] writes them.
     pub scope: String,
     /// The producer's word.
     pub key: String,
 }
 
-/// What a key is, or is to be, applied to.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Applied {
-    /// Retries made by then.
-    pub retry_count: i32,
-    /// SHA-256 of the payload.
-    pub digest: Vec<u8>,
+/// What is remembered under a key.
+#[derive(Clone, Debug)]
+pub struct Remembered {
+    /// What the key was applied to.
+    pub applied: Applied,
+    /// When the key is forgotten.
+    pub expires_at: DateTime<Utc>,
+    /// The task that the key was applied to, and its status, unless it is gone.
+    pub task: Option<(Uuid, String)>,
 }
 
-/// Takes the keys that are free. Another instance that is just taking the same
-/// key is waited for. An expired key is free, and so is one whose message comes
-/// with a higher count: that is its next failure.
-const TAKE: &str = "
-    INSERT INTO idempotency_keys AS k (scope, key, retry_count, digest, expires_at)
-    SELECT scope, key, retry_count, digest, now() + $5 * interval '1 millisecond'
-    FROM unnest($1::text[], $2::text[], $3::int[], $4::bytea[])
-        AS i (scope, key, retry_count, digest)
-    ORDER BY scope, key
-    ON CONFLICT (scope, key) DO UPDATE
-        SET expires_at = EXCLUDED.expires_at, task_id = NULL,
-            retry_count = EXCLUDED.retry_count, digest = EXCLUDED.digest
-        WHERE k.expires_at <= now()
-           OR (k.digest = EXCLUDED.digest AND k.retry_count < EXCLUDED.retry_count)
-    RETURNING scope, key";
+/// The event of what happened to a key.
+fn key_event(from: &str, action: KeyAction, actor: &str, instance: &str) -> String {
+    let event = Event {
+        from,
+        kind: &literal(EventKind::Idempotency),
+        detail: &format!("'{action}'"),
+        was: "c.status",
+        actor,
+        instance,
+        ..Event::default()
+    };
+    event.insert()
+}
 
-/// Public for those who want to see its plan, as are the next ones.
-pub const LOOK_UP: &str = "
-    SELECT k.* FROM unnest($1::text[], $2::text[]) AS i (scope, key)
-    CROSS JOIN LATERAL (
-        SELECT scope, key, retry_count, digest FROM idempotency_keys
-        WHERE scope = i.scope AND key = i.key OFFSET 0
-    ) k";
+/// Takes the keys that are free. Another instance that is just taking the same key is
+/// waited for. An expired key is free, and so is one whose message comes with a higher
+/// count: that is its next failure.
+pub(super) static TAKE: Statement = Statement::new("take keys", || {
+    "INSERT INTO idempotency_keys AS k (scope, key, retry_count, digest, expires_at)
+     SELECT scope, key, retry_count, digest, now() + $5 * interval '1 millisecond'
+     FROM unnest($1::text[], $2::text[], $3::int[], $4::bytea[])
+         AS i (scope, key, retry_count, digest)
+     ORDER BY scope, key
+     ON CONFLICT (scope, key) DO UPDATE
+         SET expires_at = EXCLUDED.expires_at, task_id = NULL,
+             retry_count = EXCLUDED.retry_count, digest = EXCLUDED.digest
+         WHERE k.expires_at <= now()
+            OR (k.digest = EXCLUDED.digest AND k.retry_count < EXCLUDED.retry_count)
+     RETURNING scope, key"
+        .to_owned()
+});
 
-/// `TAKE` has locked all keys of the batch.
-pub const ATTACH: &str = concat!(
-    "WITH attached AS (
-        UPDATE idempotency_keys k SET task_id = q.id
-        FROM unnest($1::text[], $2::text[], $3::uuid[]) AS i (scope, key, message_id)
-        CROSS JOIN LATERAL (
-            SELECT * FROM retry_queue WHERE message_id = i.message_id OFFSET 0
-        ) q",
-    place!("idempotency_keys", "scope = i.scope AND key = i.key"),
-    "WHERE k.ctid = place.ctid
-        RETURNING ",
-    changed!(),
-    ") ",
-    record_events!(from: "attached", event: "'idempotency'", detail: "'record'", was: "c.status",
-        delay_ms: "NULL", error: "NULL", instance: "$4"),
-);
+/// What the keys were applied to.
+pub(super) static LOOK_UP: Statement = Statement::new("look up keys", || {
+    "SELECT k.* FROM unnest($1::text[], $2::text[]) AS i (scope, key)
+     CROSS JOIN LATERAL (
+         SELECT scope, key, retry_count, digest FROM idempotency_keys
+         WHERE scope = i.scope AND key = i.key OFFSET 0
+     ) k"
+    .to_owned()
+});
 
-/// A hit changes nothing, but is told with the task its key was applied to.
-pub const HITS: &str = concat!(
-    "WITH hit AS (
-        SELECT ",
-    changed!(),
-    " FROM unnest($1::text[], $2::text[]) AS i (scope, key)
-        CROSS JOIN LATERAL (
-            SELECT task_id FROM idempotency_keys
-            WHERE scope = i.scope AND key = i.key OFFSET 0
-        ) k
-        CROSS JOIN LATERAL (SELECT * FROM retry_queue WHERE id = k.task_id OFFSET 0) q
-    ) ",
-    record_events!(from: "hit", event: "'idempotency'", detail: "'hit'", was: "c.status",
-        delay_ms: "NULL", error: "NULL", instance: "$3"),
-);
+/// Writes down which task each key was applied to. [`TAKE`] has locked all keys of the
+/// batch.
+pub(super) static ATTACH: Statement = Statement::new("attach keys", || {
+    format!(
+        "WITH attached AS (
+            UPDATE idempotency_keys k SET task_id = q.id
+            FROM unnest($1::text[], $2::text[], $3::uuid[]) AS i (scope, key, message_id)
+            CROSS JOIN LATERAL (
+                SELECT * FROM retry_queue WHERE message_id = i.message_id OFFSET 0
+            ) q {}
+            WHERE k.ctid = place.ctid
+            RETURNING {}
+        ) {}",
+        place("idempotency_keys", "scope = i.scope AND key = i.key"),
+        changed(),
+        key_event("attached", KeyAction::Record, super::events::SERVICE, "$4"),
+    )
+});
+
+/// Writes an event for each hit, with the task that its key was applied to, and
+/// returns that task. A hit changes nothing else.
+pub(super) static HITS: Statement = Statement::new("record hits", || {
+    format!(
+        "WITH hit AS (
+            SELECT i.scope, i.key, q.message_id, {}
+            FROM unnest($1::text[], $2::text[]) AS i (scope, key)
+            CROSS JOIN LATERAL (
+                SELECT task_id FROM idempotency_keys
+                WHERE scope = i.scope AND key = i.key OFFSET 0
+            ) k
+            CROSS JOIN LATERAL (SELECT * FROM retry_queue WHERE id = k.task_id OFFSET 0) q
+        ), events AS ({})
+        SELECT DISTINCT scope, key, message_id FROM hit",
+        changed(),
+        key_event("hit", KeyAction::Hit, super::events::SERVICE, "$3"),
+    )
+});
+
+/// What is remembered under one key, and of which task.
+pub(super) static SHOW: Statement = Statement::new("show a key", || {
+    "SELECT k.retry_count, k.digest, k.expires_at, q.message_id, q.status
+     FROM idempotency_keys k LEFT JOIN retry_queue q ON q.id = k.task_id
+     WHERE k.scope = $1 AND k.key = $2 AND k.expires_at > now()"
+        .to_owned()
+});
+
+/// Forgets one key, and writes the event to the task that it was applied to.
+pub(super) static CLEAR: Statement = Statement::new("clear a key", || {
+    format!(
+        "WITH cleared AS (
+            DELETE FROM idempotency_keys WHERE scope = $1 AND key = $2
+            RETURNING task_id, retry_count, digest, expires_at
+        ), changed AS (
+            SELECT q.message_id, {} FROM cleared k
+            CROSS JOIN LATERAL (SELECT * FROM retry_queue WHERE id = k.task_id OFFSET 0) q
+        ), events AS ({})
+        SELECT k.retry_count, k.digest, k.expires_at, c.message_id, c.status
+        FROM cleared k LEFT JOIN changed c ON TRUE
+        WHERE k.expires_at > now()",
+        changed(),
+        key_event("changed", KeyAction::Clear, "$3", "$4"),
+    )
+});
+
+impl Store {
+    /// Returns what is remembered under a key, if anything is.
+    pub async fn show_key(&self, key: &Key) -> Result<Option<Remembered>, StoreError> {
+        let query = sqlx::query_as(SHOW.text()).bind(&key.scope).bind(&key.key);
+        self.within(query.fetch_optional(&self.pool)).await
+    }
+
+    /// Forgets a key in `actor`'s name, and returns what was remembered.
+    pub async fn clear_key(
+        &self,
+        key: &Key,
+        actor: &str,
+    ) -> Result<Option<Remembered>, StoreError> {
+        let mut tx = self.begin().await?;
+        let instance = tx.instance.clone();
+        let query = sqlx::query_as(CLEAR.text())
+            .bind(&key.scope)
+            .bind(&key.key)
+            .bind(actor)
+            .bind(&*instance);
+        let cleared = tx.run(|c| query.fetch_optional(c)).await?;
+        tx.commit().await?;
+        Ok(cleared)
+    }
+}
+
+impl FromRow<'_, PgRow> for Remembered {
+    fn from_row(row: &PgRow) -> Result<Self, sqlx::Error> {
+        let message_id: Option<Uuid> = row.try_get("message_id")?;
+        let status: Option<String> = row.try_get("status")?;
+        Ok(Self {
+            applied: Applied {
+                retry_count: row.try_get("retry_count")?,
+                digest: row.try_get("digest")?,
+            },
+            expires_at: row.try_get("expires_at")?,
+            task: message_id.zip(status),
+        })
+    }
+}
 
 impl IntakeTx {
-    /// Takes the keys that nobody has, and returns those.
+    /// Takes those of the keys that nobody has, and returns them.
     pub async fn take_keys(
         &mut self,
         wanted: &HashMap<Key, Applied>,
@@ -94,7 +198,7 @@ impl IntakeTx {
         let (scopes, names) = columns(wanted.keys());
         let counts: Vec<i32> = wanted.values().map(|a| a.retry_count).collect();
         let digests: Vec<&[u8]> = wanted.values().map(|a| a.digest.as_slice()).collect();
-        let query = sqlx::query_as(TAKE)
+        let query = sqlx::query_as(TAKE.text())
             .bind(&scopes)
             .bind(&names)
             .bind(&counts)
@@ -107,13 +211,13 @@ impl IntakeTx {
             .collect())
     }
 
-    /// What taken keys were applied to.
+    /// Returns what these keys, which others took, were applied to.
     pub async fn look_up_keys(
         &mut self,
         keys: &[&Key],
     ) -> Result<HashMap<Key, Applied>, StoreError> {
         let (scopes, names) = columns(keys.iter().copied());
-        let query = sqlx::query_as(LOOK_UP).bind(&scopes).bind(&names);
+        let query = sqlx::query_as(LOOK_UP.text()).bind(&scopes).bind(&names);
         let rows: Vec<(String, String, i32, Vec<u8>)> = self.tx.run(|c| query.fetch_all(c)).await?;
         Ok(rows
             .into_iter()
@@ -127,12 +231,12 @@ impl IntakeTx {
             .collect())
     }
 
-    /// Says which stored message each taken key was applied to.
+    /// Writes down which stored message each taken key was applied to.
     pub async fn attach_keys(&mut self, applied: &[(Key, Uuid)]) -> Result<(), StoreError> {
         let (keys, ids): (Vec<Key>, Vec<Uuid>) = applied.iter().cloned().unzip();
         let (scopes, names) = columns(&keys);
         let instance = self.tx.instance.clone();
-        let query = sqlx::query(ATTACH)
+        let query = sqlx::query(ATTACH.text())
             .bind(&scopes)
             .bind(&names)
             .bind(&ids)
@@ -141,16 +245,20 @@ impl IntakeTx {
         Ok(())
     }
 
-    /// Records that these keys came again, once for each time.
-    pub async fn record_hits(&mut self, keys: &[Key]) -> Result<(), StoreError> {
+    /// Records that these keys came again, once for each time, and returns the id of
+    /// the message that each key was applied to, unless its task is gone.
+    pub async fn record_hits(&mut self, keys: &[Key]) -> Result<HashMap<Key, Uuid>, StoreError> {
         let (scopes, names) = columns(keys);
         let instance = self.tx.instance.clone();
-        let query = sqlx::query(HITS)
+        let query = sqlx::query_as(HITS.text())
             .bind(&scopes)
             .bind(&names)
             .bind(&*instance);
-        self.tx.run(|c| query.execute(c)).await?;
-        Ok(())
+        let tasks: Vec<(String, String, Uuid)> = self.tx.run(|c| query.fetch_all(c)).await?;
+        let tasks = tasks.into_iter();
+        Ok(tasks
+            .map(|(scope, key, message_id)| (Key { scope, key }, message_id))
+            .collect())
     }
 }
 

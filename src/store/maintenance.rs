@@ -4,12 +4,15 @@ use std::time::Duration;
 
 use sqlx::FromRow;
 
-use super::{Store, StoreError, millis};
+use super::{
+    Store, StoreError, millis,
+    statement::{Statement, statuses, understood},
+};
 
 /// The backlog at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Backlog {
-    /// Rows that wait.
+    /// How many rows wait.
     pub pending: i64,
     /// How long the oldest due row has been due.
     pub oldest_due: Duration,
@@ -18,69 +21,96 @@ pub struct Backlog {
 /// How long each kind of row is kept.
 #[derive(Clone, Copy, Debug)]
 pub struct Retention {
-    /// Sent back, and not heard of since.
+    /// Tasks whose message was sent back and has not been heard of since.
     pub retried: Duration,
-    /// With people, or cancelled.
+    /// Tasks that are with people, or cancelled.
     pub reviewed: Duration,
-    /// History.
+    /// Entries of history.
     pub events: Duration,
 }
 
-/// How far a walk over a table has come.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Walk(i64);
-
-impl Walk {
-    /// Whether it stands at the beginning again.
-    pub fn is_at_start(self) -> bool {
-        self == Self::default()
-    }
+/// How far a walk over the tasks has come, and what it met on the way.
+#[derive(Clone, Debug, Default)]
+pub struct Walk {
+    after: i64,
+    unknown: Unknown,
 }
 
-/// Not prepared, so that it is planned each time for the table as it is.
-const BACKLOG: &str = "
-    SELECT count(*),
-           (EXTRACT(EPOCH FROM clock_timestamp() - min(next_retry_at)) * 1000000)::bigint
-    FROM retry_queue WHERE status = 'pending'";
+/// The rows that hold a text this version does not know.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Unknown {
+    /// How many there are.
+    pub rows: i64,
+    /// The texts of one of them.
+    pub sample: Option<String>,
+}
 
-/// Looks at the `$2` tasks after `$1`; those that have ended and are old are
-/// looked at again under their locks. Public for those who want to see its plan,
-/// as are the next ones.
-pub const REMOVE_TASKS: &str = "
-    WITH looked_at AS MATERIALIZED (
-        SELECT id, status <> 'pending' AND settled_at < now() - interval '1 millisecond' *
-                   CASE status WHEN 'retried' THEN $3::bigint ELSE $4 END AS old
-        FROM retry_queue WHERE id > $1 ORDER BY id LIMIT $2
-    ), old AS MATERIALIZED (
-        SELECT id FROM retry_queue
-        WHERE id = ANY(ARRAY(SELECT id FROM looked_at WHERE old))
-          AND status <> 'pending'
-          AND settled_at < now() - interval '1 millisecond' *
-                  CASE status WHEN 'retried' THEN $3::bigint ELSE $4 END
-        ORDER BY id
-        FOR UPDATE SKIP LOCKED
-    ), removed AS (
-        DELETE FROM retry_queue WHERE id = ANY(ARRAY(SELECT id FROM old)) RETURNING id
+/// What one step of a walk did.
+#[derive(Debug)]
+pub struct Step {
+    /// How many rows were removed.
+    pub removed: u64,
+    /// Set when the walk has come to the last row, and begins anew: what all of it met.
+    pub finished: Option<Unknown>,
+}
+
+/// The backlog. It is sent unprepared, so that it is planned each time for the table as
+/// it is.
+pub(super) static BACKLOG: Statement = Statement::new("backlog", || {
+    "SELECT count(*),
+            (EXTRACT(EPOCH FROM clock_timestamp() - min(next_retry_at)) * 1000000)::bigint
+     FROM retry_queue WHERE status = 'pending'"
+        .to_owned()
+});
+
+/// Looks at the `$2` tasks after `$1`. Those that have ended and are old are looked at
+/// again under their locks, and removed. A row that this version does not understand
+/// is counted and left alone.
+pub(super) static REMOVE_TASKS: Statement = Statement::new("remove old tasks", || {
+    let is_old = "status <> 'pending' AND settled_at < now() - interval '1 millisecond' *
+                      CASE status WHEN 'retried' THEN $3::bigint ELSE $4 END";
+    let is_ours = format!("status IN ({}) AND {}", statuses(), understood("q"));
+    format!(
+        "WITH looked_at AS MATERIALIZED (
+            SELECT id, status, reason, error_class, {is_ours} AS ours, {is_ours} AND {is_old} AS old
+            FROM retry_queue q WHERE id > $1 ORDER BY id LIMIT $2
+        ), old AS MATERIALIZED (
+            SELECT id FROM retry_queue q
+            WHERE id = ANY(ARRAY(SELECT id FROM looked_at WHERE old)) AND {is_ours} AND {is_old}
+            ORDER BY id
+            FOR UPDATE SKIP LOCKED
+        ), removed AS (
+            DELETE FROM retry_queue WHERE id = ANY(ARRAY(SELECT id FROM old)) RETURNING id
+        )
+        SELECT max(id), count(*), (SELECT count(*) FROM removed),
+               count(*) FILTER (WHERE NOT ours),
+               min(format('status %s, reason %s, class %s', status, reason, error_class))
+                   FILTER (WHERE NOT ours)
+        FROM looked_at"
     )
-    SELECT (SELECT max(id) FROM looked_at), (SELECT count(*) FROM looked_at),
-           (SELECT count(*) FROM removed)";
+});
 
-/// Ids grow with time, so the oldest stand first. Events stay where they are.
-pub const REMOVE_EVENTS: &str = "
-    DELETE FROM retry_events WHERE ctid = ANY(ARRAY(
-        SELECT ctid FROM (SELECT ctid, at FROM retry_events ORDER BY id LIMIT $1) e
-        WHERE e.at < now() - $2 * interval '1 millisecond'))";
+/// Removes the oldest events that are too old. Ids grow with time, so the oldest stand
+/// first; and an event is never changed, so it keeps its place.
+pub(super) static REMOVE_EVENTS: Statement = Statement::new("remove old events", || {
+    "DELETE FROM retry_events WHERE ctid = ANY(ARRAY(
+         SELECT ctid FROM (SELECT ctid, at FROM retry_events ORDER BY id LIMIT $1) e
+         WHERE e.at < now() - $2 * interval '1 millisecond'))"
+        .to_owned()
+});
 
-/// What is written meanwhile has another place, and stays.
-pub const REMOVE_KEYS: &str = "
-    DELETE FROM idempotency_keys WHERE ctid = ANY(ARRAY(
-        SELECT ctid FROM idempotency_keys WHERE expires_at <= now()
-        ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED))";
+/// Removes expired keys. A key that is taken meanwhile has another place, and stays.
+pub(super) static REMOVE_KEYS: Statement = Statement::new("remove expired keys", || {
+    "DELETE FROM idempotency_keys WHERE ctid = ANY(ARRAY(
+         SELECT ctid FROM idempotency_keys WHERE expires_at <= now()
+         ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED))"
+        .to_owned()
+});
 
 impl Store {
     /// Counts what waits.
     pub async fn backlog(&self) -> Result<Backlog, StoreError> {
-        let row = self.within(sqlx::raw_sql(BACKLOG).fetch_one(&self.pool));
+        let row = self.within(sqlx::raw_sql(BACKLOG.text()).fetch_one(&self.pool));
         let (pending, late_us) = <(i64, Option<i64>)>::from_row(&row.await?)?;
         Ok(Backlog {
             pending,
@@ -90,28 +120,37 @@ impl Store {
         })
     }
 
-    /// Looks at the next `rows` rows in order of id and removes those that have
-    /// ended and are too old; never what is pending. A walk over the primary key
-    /// needs no index of its own, which every settled row would have to pay for.
+    /// Looks at the next `rows` tasks in order of id and removes those that have ended
+    /// and are too old; never one that is pending. A walk over the primary key needs
+    /// no index of its own, which every settled row would have to pay for.
     pub async fn remove_old_tasks(
         &self,
         retention: Retention,
         walk: &mut Walk,
         rows: i64,
-    ) -> Result<u64, StoreError> {
+    ) -> Result<Step, StoreError> {
+        type Row = (Option<i64>, i64, i64, i64, Option<String>);
         let mut tx = self.begin().await?;
-        let query = sqlx::query_as(REMOVE_TASKS)
-            .bind(walk.0)
+        let query = sqlx::query_as(REMOVE_TASKS.text())
+            .bind(walk.after)
             .bind(rows)
             .bind(millis(retention.retried))
             .bind(millis(retention.reviewed));
-        let (last, seen, removed): (Option<i64>, i64, i64) = tx.run(|c| query.fetch_one(c)).await?;
+        let (last, seen, removed, unknown, sample): Row = tx.run(|c| query.fetch_one(c)).await?;
         tx.commit().await?;
-        *walk = match last {
-            Some(last) if seen >= rows => Walk(last),
-            _ => Walk::default(),
+        walk.unknown.rows += unknown;
+        walk.unknown.sample = walk.unknown.sample.take().or(sample);
+        let finished = match last {
+            Some(last) if seen >= rows => {
+                walk.after = last;
+                None
+            }
+            _ => Some(std::mem::take(walk).unknown),
         };
-        Ok(removed.unsigned_abs())
+        Ok(Step {
+            removed: removed.unsigned_abs(),
+            finished,
+        })
     }
 
     /// Removes up to `rows` of the oldest events that are too old.
@@ -121,7 +160,7 @@ impl Store {
         rows: i64,
     ) -> Result<u64, StoreError> {
         let mut tx = self.begin().await?;
-        let query = sqlx::query(REMOVE_EVENTS)
+        let query = sqlx::query(REMOVE_EVENTS.text())
             .bind(rows)
             .bind(millis(retention.events));
         let removed = tx.run(|c| query.execute(c)).await?;
@@ -132,7 +171,7 @@ impl Store {
     /// Removes up to `rows` expired idempotency keys.
     pub async fn remove_expired_keys(&self, rows: i64) -> Result<u64, StoreError> {
         let mut tx = self.begin().await?;
-        let query = sqlx::query(REMOVE_KEYS).bind(rows);
+        let query = sqlx::query(REMOVE_KEYS.text()).bind(rows);
         let removed = tx.run(|c| query.execute(c)).await?;
         tx.commit().await?;
         Ok(removed.rows_affected())

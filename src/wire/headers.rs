@@ -1,4 +1,5 @@
-//! AMQP properties and headers ⇄ the contract's `Properties`, types kept.
+//! AMQP properties and headers to the contract's `Properties`, and back, with the
+//! exact type of each header.
 
 use lapin::{
     BasicProperties,
@@ -9,11 +10,12 @@ use super::proto::{
     Decimal, HeaderList, HeaderTable, HeaderValue, Properties, Void, header_value::Kind,
 };
 
-/// Headers that must not travel back: replaying a death makes the broker drop
-/// the message as a cycle, CC and BCC send copies to strangers.
+/// Headers that must not travel back. A replayed `x-death` makes the broker drop the
+/// message as a cycle; `CC` and `BCC` send copies to other queues.
 const NEVER_REPLAYED: [&str; 4] = ["x-death", "x-delivery-count", "cc", "bcc"];
 
-/// Nesting deeper than this is cut off: headers are a stranger's input.
+/// Headers nested deeper than this are cut off: they are a stranger's input, and are
+/// read by recursion.
 const MAX_DEPTH: usize = 16;
 
 fn is_replayed(name: &str) -> bool {
@@ -24,9 +26,10 @@ fn is_replayed(name: &str) -> bool {
         && !crate::wire::republish::is_ours(&name)
 }
 
-/// The properties to restore. Left out: `expiration` (it would expire in the
-/// target queue), `user-id` (the broker checks it against our login),
-/// `delivery-mode` (always persistent), `message-id` (our identity).
+/// The properties to restore on a republish. Left out are `expiration` (the message
+/// would expire in its queue), `user-id` (the broker checks it against our login),
+/// `delivery-mode` (a republish is always persistent) and `message-id` (it carries
+/// the task's identity).
 pub fn to_amqp(properties: Properties) -> BasicProperties {
     let mut amqp = BasicProperties::default();
     let text = |s: String| {
@@ -46,7 +49,7 @@ pub fn to_amqp(properties: Properties) -> BasicProperties {
     if let Some(v) = text(properties.correlation_id) {
         amqp = amqp.with_correlation_id(v);
     }
-    // The broker closes the channel on a direct reply-to it did not hand out.
+    // The broker closes the channel over a direct reply-to that it did not hand out.
     if let Some(v) = text(properties.reply_to).filter(|v| !v.as_str().starts_with("amq.")) {
         amqp = amqp.with_reply_to(v);
     }
@@ -66,7 +69,7 @@ pub fn to_amqp(properties: Properties) -> BasicProperties {
     amqp.with_headers(table_to_amqp(headers, 0))
 }
 
-/// A delivery's own properties, as they are kept with an unreadable message.
+/// A delivery's own properties, in the form in which they are stored.
 pub fn from_amqp(amqp: &BasicProperties) -> Properties {
     let text = |s: &Option<ShortString>| s.as_ref().map(ToString::to_string).unwrap_or_default();
     Properties {
@@ -98,7 +101,8 @@ fn table_size(fields: &Fields) -> usize {
         .sum()
 }
 
-// A number wider than its type becomes the widest, so that is what it counts as.
+// A number that does not fit its type is written as the widest type, so each number
+// counts as many bytes as that one has.
 fn value_size(value: &HeaderValue) -> usize {
     1 + match &value.kind {
         None | Some(Kind::Void(_)) => 0,
@@ -146,8 +150,8 @@ fn table_from_amqp(table: &FieldTable, depth: usize) -> Fields {
         .collect()
 }
 
-// A wire integer wider than its AMQP type is a producer's mistake; it is kept
-// as the next type that holds it rather than refused.
+// A number that does not fit its AMQP type is a producer's mistake. It is kept as the
+// widest type rather than refused.
 fn value_to_amqp(value: HeaderValue, depth: usize) -> AMQPValue {
     let long = |n: i64| AMQPValue::LongLongInt(n);
     if depth > MAX_DEPTH {
@@ -169,7 +173,7 @@ fn value_to_amqp(value: HeaderValue, depth: usize) -> AMQPValue {
         Some(Kind::Int32(n)) => AMQPValue::LongInt(n),
         Some(Kind::Uint32(n)) => AMQPValue::LongUInt(n),
         Some(Kind::Int64(n)) => long(n),
-        // Erlang has no such number: the broker ends the connection over it.
+        // Erlang has no such number, and the broker ends the connection over it.
         Some(Kind::Float32(x)) if !x.is_finite() => AMQPValue::LongString(x.to_string().into()),
         Some(Kind::Float64(x)) if !x.is_finite() => AMQPValue::LongString(x.to_string().into()),
         Some(Kind::Float32(x)) => AMQPValue::Float(x),

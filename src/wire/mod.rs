@@ -1,18 +1,19 @@
-//! Bytes and properties ⇄ domain. Pure: no IO, no clock.
+//! Bytes and AMQP properties to domain types, and back. Pure: no IO, no clock.
 //!
-//! Everything a stranger can send is parsed here, once. What cannot be used
-//! becomes a task for review, whole, so nothing past this line can refuse it.
+//! Everything that a stranger can send is parsed here, once. A delivery that cannot
+//! be used becomes a task for review that holds it whole, so nothing after this
+//! point can refuse a message.
 
-mod dead_letter;
+mod decode;
 pub mod headers;
-mod intake;
-mod json;
 mod republish;
+mod request;
 mod review;
 
-pub use intake::{Arrived, Rules, Source, decode};
+pub use decode::{Arrived, Rules, Source, decode};
 pub use republish::{Outgoing, republish};
-pub use review::review;
+pub use request::request;
+pub use review::{ReviewFormat, review};
 
 /// Generated from `proto/retry.proto`.
 #[allow(missing_docs)]
@@ -21,7 +22,7 @@ pub mod proto {
     include!(concat!(env!("OUT_DIR"), "/retry.v1.serde.rs"));
 }
 
-/// Text as Postgres takes it: NUL, which it refuses, made visible.
+/// Text as Postgres takes it: NUL, which Postgres refuses, becomes a visible symbol.
 pub fn storable(text: String) -> String {
     if text.contains('\0') {
         text.replace('\0', "\u{2400}")
@@ -30,7 +31,7 @@ pub fn storable(text: String) -> String {
     }
 }
 
-/// The first `limit` bytes of `text`, never cutting a character.
+/// The first `limit` bytes of `text`, or a little less: no character is cut.
 fn cut(text: &str, limit: usize) -> &str {
     if text.len() <= limit {
         return text;

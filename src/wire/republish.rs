@@ -1,4 +1,4 @@
-//! A due task → the message that goes back to its queue.
+//! A due task becomes the message that goes back to its queue.
 
 use lapin::{
     BasicProperties,
@@ -8,31 +8,35 @@ use prost::Message;
 use uuid::Uuid;
 
 use super::{cut, headers, proto::Properties};
-use crate::task::Task;
+use crate::domain::task::Task;
 
-/// Error text in a header is a hint: all headers must fit one frame.
+/// The most bytes of error text in a header: it is a hint, and all headers together
+/// must fit one frame.
 const MAX_ERROR_HEADER_BYTES: usize = 1024;
 
-/// Persistent, so that a broker restart does not lose what we have settled.
+/// The delivery mode of all that we publish: persistent, so that a restart of the
+/// broker does not lose what is already settled.
 const PERSISTENT: u8 = 2;
 
 /// A message ready to be published to the default exchange.
 #[derive(Debug)]
 pub struct Outgoing {
-    /// Unique in its batch: returns are matched by it.
+    /// Unique in its batch, because returns are matched by it; also in the properties.
     pub message_id: Uuid,
-    /// Routing key on the default exchange.
+    /// The queue, which is the routing key on the default exchange.
     pub queue: ShortString,
-    /// With `message_id` in it.
+    #[allow(missing_docs)]
     pub properties: BasicProperties,
-    /// Body.
+    #[allow(missing_docs)]
     pub body: Vec<u8>,
 }
 
 /// The header that carries a message's identity.
 pub(super) const RETRY_ID: &str = "x-retry-id";
-/// The header that carries how often it was tried.
+/// The header that says how many retries were made, this one included.
 pub(super) const RETRY_COUNT: &str = "x-retry-count";
+/// The header that carries the id of this one attempt.
+const ATTEMPT_ID: &str = "x-retry-attempt-id";
 const MAX_RETRIES: &str = "x-max-retries";
 const ORIGINAL_ERROR: &str = "x-original-error";
 const SCHEDULER: &str = "x-retry-scheduler";
@@ -42,6 +46,7 @@ pub(super) fn is_ours(name: &str) -> bool {
     [
         RETRY_ID,
         RETRY_COUNT,
+        ATTEMPT_ID,
         MAX_RETRIES,
         ORIGINAL_ERROR,
         SCHEDULER,
@@ -49,8 +54,9 @@ pub(super) fn is_ours(name: &str) -> bool {
     .contains(&name)
 }
 
-/// The original message with its properties restored and its identity and
-/// count beside it. Fails only on a row no version of ours wrote.
+/// The original message with its properties restored, and headers of ours that say
+/// which message and which attempt it is. The task's payload moves into it. Fails
+/// only when the row holds a queue name or properties that no version of ours wrote.
 pub fn republish(task: &mut Task, service: &str) -> Result<Outgoing, String> {
     let queue = ShortString::try_new(task.queue.as_str()).map_err(|e| e.to_string())?;
     let original = Properties::decode(task.properties.as_slice())
@@ -64,10 +70,12 @@ pub fn republish(task: &mut Task, service: &str) -> Result<Outgoing, String> {
         RETRY_COUNT,
         AMQPValue::LongInt(task.next_count()),
     );
+    let attempt = task.attempt_id().to_string();
+    insert(&mut table, ATTEMPT_ID, text(&attempt));
     insert(
         &mut table,
         MAX_RETRIES,
-        AMQPValue::LongInt(task.max_retries),
+        AMQPValue::LongInt(task.budget.max_retries),
     );
     insert(&mut table, SCHEDULER, text(service));
     if let Some(error) = &task.error {

@@ -1,4 +1,4 @@
-//! A spent task → the envelope that people read.
+//! A task bound for review becomes the envelope that people read.
 
 use lapin::{
     BasicProperties,
@@ -11,22 +11,31 @@ use super::{
     proto::{Properties, ReviewMessage},
     republish::persistent,
 };
-use crate::{
-    config::ReviewFormat,
-    task::{Reason, Task},
-};
+use crate::domain::{review::Reason, task::Task};
 
-/// JSON makes a payload a third larger, and brokers refuse messages of over 16 MiB
-/// by default: above this, protobuf, which its content type says.
+/// The largest payload that is put into JSON. JSON makes it a third larger, and
+/// RabbitMQ 4 refuses messages of over 16 MiB by default: a larger payload is put
+/// into protobuf, and the content type says so.
 const MAX_JSON_PAYLOAD_BYTES: usize = 8 << 20;
 
-/// The whole message with everything known about it, for the review queue.
+/// How envelopes are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReviewFormat {
+    /// The JSON mapping of proto3.
+    Json,
+    /// Protobuf.
+    Protobuf,
+}
+
+/// The whole message with everything known about it, for the review queue. The
+/// task's payload moves into it.
 pub fn review(
     task: &mut Task,
     reason: Reason,
-    queue: &ShortString,
+    queue: &str,
     format: ReviewFormat,
 ) -> Result<Outgoing, String> {
+    let queue = ShortString::try_new(queue).map_err(|e| e.to_string())?;
     let format = if task.payload.len() > MAX_JSON_PAYLOAD_BYTES {
         ReviewFormat::Protobuf
     } else {
@@ -39,17 +48,22 @@ pub fn review(
         reason: reason.to_string(),
         error: text(&task.error),
         original_queue: task.queue.clone(),
-        retry_count: task.retry_count,
-        max_retries: task.max_retries,
+        retry_count: task.budget.retry_count,
+        max_retries: task.budget.max_retries,
         first_failed_at_ms: task.first_failed_at.timestamp_millis(),
         last_failed_at_ms: task.last_failed_at.timestamp_millis(),
-        error_class: text(&task.class),
+        error_class: task
+            .class
+            .map(|class| class.to_string())
+            .unwrap_or_default(),
         policy: text(&task.policy),
         category: text(&task.labels.category),
+        operation: text(&task.labels.operation),
+        error_type: text(&task.labels.error_type),
         tenant_id: text(&task.labels.tenant),
         correlation_id: text(&task.labels.correlation_id),
         trace_id: text(&task.labels.trace_id),
-        // Properties nobody can read must not keep the message from people.
+        // Stored properties that cannot be read must not keep the message from people.
         properties: Properties::decode(task.properties.as_slice()).ok(),
         original_payload: std::mem::take(&mut task.payload),
     };
@@ -67,7 +81,7 @@ pub fn review(
     );
     Ok(Outgoing {
         message_id: task.message_id,
-        queue: queue.clone(),
+        queue,
         properties: persistent(
             BasicProperties::default()
                 .with_content_type(content_type.into())
@@ -82,7 +96,7 @@ pub fn review(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::task::Labels;
+    use crate::domain::{review::Budget, task::Labels};
     use chrono::DateTime;
 
     fn task(payload: Vec<u8>) -> Task {
@@ -95,8 +109,10 @@ mod tests {
             properties: vec![0xff],
             error: Some("why".into()),
             class: None,
-            retry_count: 3,
-            max_retries: 3,
+            budget: Budget {
+                retry_count: 3,
+                max_retries: 3,
+            },
             free: false,
             policy: None,
             labels: Labels::default(),
@@ -104,13 +120,13 @@ mod tests {
             expired: false,
             first_failed_at: DateTime::UNIX_EPOCH,
             last_failed_at: DateTime::UNIX_EPOCH,
+            due_at: DateTime::UNIX_EPOCH,
             late: std::time::Duration::ZERO,
         }
     }
 
     fn envelope(payload: Vec<u8>, format: ReviewFormat) -> (String, Outgoing) {
-        let queue = ShortString::from("review");
-        let out = review(&mut task(payload), Reason::Exhausted, &queue, format).unwrap();
+        let out = review(&mut task(payload), Reason::Exhausted, "review", format).unwrap();
         let content_type = out.properties.content_type().clone().unwrap();
         (content_type.to_string(), out)
     }

@@ -9,8 +9,8 @@ use lapin::{
 use prost::Message;
 use retry_scheduler::{
     broker::{Broker, Fault, Outcome},
+    domain::settlement::Settlement,
     store::Store,
-    task::Settlement,
     wire::{
         Outgoing,
         proto::{HeaderValue, Properties, RetryMessage, header_value::Kind},
@@ -287,8 +287,8 @@ async fn concurrent_claims_never_take_more_than_their_limit_nor_a_row_twice() {
                         return taken;
                     }
                     taken.extend(tasks.iter().map(|t| t.id));
-                    let end = Settlement::Retried { retry_count: 1 };
-                    let ends: Vec<_> = tasks.iter().map(|t| (t.id, &end)).collect();
+                    let end = Settlement::SentBack { retry_count: 1 };
+                    let ends: Vec<_> = tasks.iter().map(|t| (t, &end)).collect();
                     claim.settle(&ends).await.unwrap();
                 }
             })

@@ -36,6 +36,54 @@ async fn a_rate_limited_message_waits_as_asked_and_spends_no_attempt() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_rate_limited_message_without_a_hint_backs_off_and_spends_an_attempt() {
+    let mut bed = Bed::new().await;
+    bed.set("BASE_DELAY_MS", "300").set("JITTER_MS", "0");
+    let queue = bed.declare("limited").await;
+    let service = bed.start().await;
+    let mut inbox = bed.client.consume(&queue).await;
+    let sent = RetryMessage {
+        error_class: ErrorClass::RateLimited.into(),
+        ..message(&queue, "slow down, for a while")
+    };
+    bed.client.send(&bed.intake(), &sent).await;
+    assert_eq!(inbox.next().await.number("x-retry-count"), Some(1));
+    let backed_off = "SELECT count(*) FROM retry_queue
+                      WHERE status = 'retried' AND retry_count = 1
+                        AND next_retry_at - last_failed_at = interval '300 milliseconds'";
+    bed.until_count(backed_off, 1).await;
+    service.stop().await;
+}
+
+/// A run that failed long ago and is due again, two that are new, and one that is not
+/// due yet: they leave in the order in which they fell due, whatever their age.
+#[tokio::test(flavor = "multi_thread")]
+async fn old_and_new_failures_leave_in_the_order_in_which_they_fell_due() {
+    let bed = Bed::new().await;
+    bed.migrate().await;
+    sqlx::query(
+        "INSERT INTO retry_queue (message_id, original_payload, original_queue, retry_count,
+                                  first_failed_at, next_retry_at)
+         SELECT gen_random_uuid(), convert_to(name, 'UTF8'), 'q', retries,
+                now() + failed * interval '1 day', now() + due * interval '1 day'
+         FROM (VALUES ('oldest, failed again', 1, -4.5, -0.5), ('new', 0, -2.5, -2.5),
+                      ('newer', 0, -1.5, -1.5), ('not ready yet', 1, -1.5, 0.5))
+             AS f (name, retries, failed, due)",
+    )
+    .execute(&bed.db)
+    .await
+    .unwrap();
+    let store = retry_scheduler::store::Store::open(&bed.settings(), "test").unwrap();
+    let claim = store.claim(10, 1 << 20).await.unwrap();
+    let order: Vec<&str> = claim
+        .tasks
+        .iter()
+        .map(|task| std::str::from_utf8(&task.payload).unwrap())
+        .collect();
+    assert_eq!(order, ["new", "newer", "oldest, failed again"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn what_cannot_be_helped_is_in_review_at_once_with_its_reason() {
     let mut bed = Bed::new().await;
     bed.set("BASE_DELAY_MS", "60000")
@@ -55,6 +103,8 @@ async fn what_cannot_be_helped_is_in_review_at_once_with_its_reason() {
             "terminal",
             RetryMessage {
                 error_reason: "schema changed [terminal]".into(),
+                // The marker outranks whatever class is stated.
+                error_class: ErrorClass::Retryable.into(),
                 ..message(&queue, "t")
             },
         ),

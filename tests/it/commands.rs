@@ -2,12 +2,16 @@
 
 use std::process::Output;
 
-use retry_scheduler::config::SETTINGS;
+use prost::Message;
+use retry_scheduler::{
+    config::SETTINGS,
+    wire::proto::{ErrorClass, Priority, RetryMessage},
+};
 
 use crate::support::{Bed, Process, Scrape, eventually};
 
 /// Runs the binary to its end.
-async fn run(bed: &Bed, arguments: &[&str]) -> Output {
+pub(crate) async fn run(bed: &Bed, arguments: &[&str]) -> Output {
     let output = bed.command().args(arguments).output();
     tokio::time::timeout(crate::support::PATIENCE, output)
         .await
@@ -15,7 +19,7 @@ async fn run(bed: &Bed, arguments: &[&str]) -> Output {
         .expect("it runs")
 }
 
-fn text(bytes: &[u8]) -> String {
+pub(crate) fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).expect("UTF-8")
 }
 
@@ -56,7 +60,16 @@ async fn help_names_every_command() {
     let help = run(&bed, &["--help"]).await;
     assert_eq!(help.status.code(), Some(0));
     let help = text(&help.stdout);
-    for command in ["serve", "migrate", "check-config", "send", "--config"] {
+    for command in [
+        "serve",
+        "migrate",
+        "check-config",
+        "probe",
+        "send",
+        "idempotency",
+        "--config",
+        "Exit status",
+    ] {
         assert!(help.contains(command), "{command}: {help}");
     }
     let version = run(&bed, &["--version"]).await;
@@ -116,11 +129,37 @@ async fn check_config_prints_every_setting_and_no_secret() {
         let lines = shown.lines().filter(|l| l.starts_with(&prefix));
         assert_eq!(lines.count(), 1, "{}: {shown}", setting.name);
     }
-    assert_eq!(shown.lines().count(), SETTINGS.len());
+    let (settings, policies) = shown.split_once("\n\n").expect("two parts");
+    assert_eq!(settings.lines().count(), SETTINGS.len());
+    // The default, and the presets.
+    assert_eq!(policies.lines().count(), 20, "{policies}");
+    assert!(policies.lines().all(|line| line.starts_with("policy ")));
+    assert!(policies.starts_with("policy default: 3 retries, 200ms "));
     assert!(shown.contains("broker.example"), "{shown}");
     assert!(shown.contains("db.example"), "{shown}");
     assert!(!shown.contains("secret"), "{shown}");
     assert!(shown.contains("BASE_DELAY_MS=200\n"), "{shown}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn check_config_reads_the_policies_file_and_says_what_is_wrong_with_it() {
+    let mut bed = Bed::new().await;
+    let file = Toml::new(
+        &bed,
+        "[policy.billing]\nmax_attempts = 5\nqueues = [\"billing.*\"]\n",
+    );
+    bed.set("POLICIES_FILE", file.path());
+    let output = run(&bed, &["check-config"]).await;
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let shown = text(&output.stdout);
+    assert!(shown.contains("policy billing: 4 retries, "), "{shown}");
+    assert!(shown.contains("; queues billing.*\n"), "{shown}");
+
+    std::fs::write(file.path(), "[policy.billing]\nmax_atempts = 5\n").expect("a file");
+    for command in ["check-config", "serve"] {
+        let output = run(&bed, &[command]).await;
+        one_line_naming(&output, &["POLICIES_FILE", "billing", "max_atempts"]);
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -134,6 +173,8 @@ async fn a_wrong_value_ends_it_with_one_line_that_names_it() {
         ("MAX_DELAY_MS", "1"),
         ("RABBITMQ_URL", "http://example/"),
         ("RABBITMQ_URL", "not a url"),
+        ("RABBITMQ_URL", "amqp://broker.example/v?heartbeat=often"),
+        ("MAX_AGE_MS", "630720000000"),
         ("DATABASE_URL", "mysql://me:store-secret@db.example/d"),
         ("DATABASE_URL", "nonsense"),
         ("DATABASE_POOL_SIZE", "0"),
@@ -214,6 +255,57 @@ async fn what_send_publishes_comes_back() {
     assert_eq!(back.number("x-retry-count"), Some(2));
     assert_eq!(back.number("x-max-retries"), Some(5));
     service.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn send_can_set_every_field_of_a_retry_message() {
+    let bed = Bed::new().await;
+    // Nobody consumes, so what was sent can be read.
+    bed.client.declare(&bed.intake()).await;
+    let arguments = "send --queue q --payload body --error e --error-type T \
+         --error-class rate-limited --operation o --message-id m --retry-count 1 \
+         --max-retries 2 --next-retry-at-ms 3 --retry-after-ms 4 --first-failed-at-ms 5 \
+         --category c --idempotency-key k --tenant-id t --correlation-id co --trace-id tr \
+         --priority backfill";
+    let properties = r#"{"contentType":"text/plain","headers":{"h":{"int16":-3}}}"#;
+    let mut arguments: Vec<&str> = arguments.split_whitespace().collect();
+    arguments.extend(["--properties", properties]);
+    let output = run(&bed, &arguments).await;
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let sent = bed.client.consume(&bed.intake()).await.next().await;
+    let sent = RetryMessage::decode(sent.body.as_slice()).expect("a RetryMessage");
+    let expected = RetryMessage {
+        message_id: "m".into(),
+        original_payload: b"body".to_vec(),
+        original_queue: "q".into(),
+        error_reason: "e".into(),
+        retry_count: 1,
+        max_retries: 2,
+        next_retry_at_ms: 3,
+        error_class: ErrorClass::RateLimited.into(),
+        retry_after_ms: Some(4),
+        category: "c".into(),
+        idempotency_key: "k".into(),
+        tenant_id: "t".into(),
+        correlation_id: "co".into(),
+        trace_id: "tr".into(),
+        properties: Some(serde_json::from_str(properties).expect("properties")),
+        priority: Priority::Backfill.into(),
+        first_failed_at_ms: 5,
+        operation: "o".into(),
+        error_type: "T".into(),
+    };
+    assert_eq!(sent, expected);
+    let wrong = [
+        "send",
+        "--queue",
+        "q",
+        "--payload",
+        "p",
+        "--properties",
+        "{",
+    ];
+    one_line_naming(&run(&bed, &wrong).await, &["--properties"]);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -7,7 +7,7 @@ use crate::support::Bed;
 const DOCKERFILE: &str = include_str!("../../Dockerfile");
 const ALERTS: &str = include_str!("../../ops/prometheus/alerts.yml");
 const ALERT_TESTS: &str = include_str!("../../ops/prometheus/alerts_test.yml");
-const METRICS: &str = include_str!("../../src/metrics.rs");
+const METRICS: &str = include_str!("../../src/observe/metrics.rs");
 
 async fn probe(bed: &mut Bed, port: u16) -> Output {
     bed.set("HTTP_PORT", &port.to_string());

@@ -4,25 +4,34 @@ use std::{sync::Arc, time::Duration};
 
 use prost::Message;
 use retry_scheduler::{
-    history::{self, Event},
+    domain::{
+        policy::{Jitter, Policy, PolicyBook},
+        review::Reason,
+        settlement::Settlement,
+    },
+    intake::Recorder,
     janitor::Janitor,
-    metrics::Metrics,
-    policy::{Policy, PolicyBook},
-    recorder::Recorder,
-    store::{Store, dispatch::LaneCursor, maintenance::Retention},
-    task::{Reason, Settlement},
+    observe::metrics::Metrics,
+    store::{
+        Store,
+        dispatch::{Claim, LaneCursor},
+        maintenance::Retention,
+    },
     wire::{Arrived, Rules, Source, proto::RetryMessage},
 };
 use uuid::Uuid;
 
-use crate::support::{Bed, eventually};
+use crate::support::{
+    Bed, eventually,
+    replay::{Event, replay},
+};
 
 fn recorder(bed: &Bed, store: &Store) -> Recorder {
     let settings = bed.settings();
     let policy = Policy {
         base_delay: Duration::from_millis(1),
         max_delay: Duration::from_millis(1),
-        jitter: retry_scheduler::policy::Jitter::None,
+        jitter: Jitter::None,
         ..Policy::default()
     };
     Recorder {
@@ -34,12 +43,18 @@ fn recorder(bed: &Bed, store: &Store) -> Recorder {
             source: Source::RetryMessages,
             max_retries_limit: 100,
             max_payload_bytes: 1000,
-            max_age: settings.max_age,
         }),
         wake: Default::default(),
         metrics: Arc::new(Metrics::new(10).unwrap()),
         key_life: Duration::from_secs(3600),
+        told_of_unknown: Default::default(),
     }
+}
+
+/// Settles the first task of a claim, and leaves the others as they were.
+async fn settle_first(mut claim: Claim, end: Settlement) {
+    let task = claim.tasks.remove(0);
+    claim.settle(&[(&task, &end)]).await.unwrap();
 }
 
 /// Any of what a producer may say, about few enough messages that they meet.
@@ -87,36 +102,37 @@ async fn the_events_of_thousands_of_random_histories_replay_to_their_rows() {
     for round in 0..40 {
         let batch: Vec<Arrived> = (0..250).map(|_| arrival(&mut random)).collect();
         recorder.record(batch).await.unwrap();
-        let claim = if round % 2 == 0 {
+        let mut claim = if round % 2 == 0 {
             store.claim(200, 1 << 20).await.unwrap()
         } else {
             store.claim_fairly(200, 1 << 20, &mut lanes).await.unwrap()
         };
         let mut ends = Vec::new();
-        for task in &claim.tasks {
+        let tasks = std::mem::take(&mut claim.tasks);
+        for task in &tasks {
             let delay = Duration::from_millis(1);
             let end = match (task.review_reason(), random.u8(0..10)) {
                 (_, 0) => continue,
                 (_, 1) => Settlement::Deferred { delay },
                 (Some(reason), _) => Settlement::Reviewed(reason),
                 (None, 2) => {
-                    let retry_count = task.retry_count + 1;
-                    let reason = (retry_count >= task.max_retries).then_some(Reason::Unroutable);
-                    Settlement::Failed {
-                        retry_count,
+                    let budget = task.budget.at_least(task.budget.retry_count + 1);
+                    let reason = budget.is_spent().then_some(Reason::Unroutable);
+                    Settlement::Returned {
+                        retry_count: budget.retry_count,
                         delay,
                         error: "gone".into(),
                         reason,
                     }
                 }
-                (None, _) => Settlement::Retried {
+                (None, _) => Settlement::SentBack {
                     retry_count: task.next_count(),
                 },
             };
-            ends.push((task.id, end));
+            ends.push((task, end));
         }
-        let named: Vec<(i64, &Settlement)> = ends.iter().map(|(id, end)| (*id, end)).collect();
-        claim.settle(&named).await.unwrap();
+        let ends: Vec<_> = ends.iter().map(|(task, end)| (*task, end)).collect();
+        claim.settle(&ends).await.unwrap();
     }
 
     type Row = (
@@ -138,8 +154,7 @@ async fn the_events_of_thousands_of_random_histories_replay_to_their_rows() {
     for (id, status, retry_count, max_retries, next_retry_at, reason) in rows {
         let events = events(&bed, id).await;
         again += i32::from(events.len() > 3);
-        let state =
-            history::replay(&events).unwrap_or_else(|e| panic!("row {id}: {e}\n{events:#?}"));
+        let state = replay(&events).unwrap_or_else(|e| panic!("row {id}: {e}\n{events:#?}"));
         assert_eq!(state.status.as_str(), status, "row {id}");
         assert_eq!(state.retry_count, retry_count, "row {id}");
         assert_eq!(state.max_retries, max_retries, "row {id}");
@@ -169,8 +184,8 @@ async fn events(bed: &Bed, id: i64) -> Vec<Event> {
     .unwrap();
     rows.into_iter()
         .map(
-            |(event_type, from, to, retry_count, max_retries, next_retry_at, reason)| Event {
-                event_type,
+            |(kind, from, to, retry_count, max_retries, next_retry_at, reason)| Event {
+                kind: kind.parse().unwrap(),
                 from: from.map(|s| s.parse().unwrap()),
                 to: to.parse().unwrap(),
                 retry_count,
@@ -228,7 +243,7 @@ async fn retention_removes_what_has_ended_each_after_its_own_time_and_never_what
     let mut walk = Default::default();
     let mut removed = 0;
     for _ in 0..20 {
-        removed += janitor.remove_old(&mut walk).await.unwrap();
+        removed += janitor.remove_old(&mut walk).await.unwrap().removed;
     }
     let left: Vec<String> =
         sqlx::query_scalar("SELECT DISTINCT original_queue FROM retry_queue ORDER BY 1")
@@ -308,9 +323,7 @@ async fn a_key_drops_only_what_is_provably_the_same_failure() {
     };
     recorder.record(vec![failure("a", 0)]).await.unwrap();
     let claim = store.claim(10, 1 << 20).await.unwrap();
-    let end = Settlement::Retried { retry_count: 1 };
-    let task = claim.tasks[0].id;
-    claim.settle(&[(task, &end)]).await.unwrap();
+    settle_first(claim, Settlement::SentBack { retry_count: 1 }).await;
 
     // Said again: the same failure. Counted up: the next one.
     recorder.record(vec![failure("a", 0)]).await.unwrap();
@@ -342,11 +355,8 @@ async fn what_expired_and_cannot_be_sent_waits_like_all_else() {
     .unwrap();
     let claim = store.claim(10, 1 << 20).await.unwrap();
     assert!(claim.tasks[0].expired);
-    let end = Settlement::Deferred {
-        delay: Duration::from_secs(60),
-    };
-    let id = claim.tasks[0].id;
-    claim.settle(&[(id, &end)]).await.unwrap();
+    let delay = Duration::from_secs(60);
+    settle_first(claim, Settlement::Deferred { delay }).await;
     assert_eq!(store.claim(10, 1 << 20).await.unwrap().tasks.len(), 0);
 }
 
@@ -381,9 +391,7 @@ async fn what_fails_again_before_it_is_settled_waits_again() {
     let waiting = "SELECT count(*) FROM pg_stat_activity
                    WHERE datname = current_database() AND wait_event_type = 'Lock'";
     bed.until_count(waiting, 1).await;
-    let end = Settlement::Retried { retry_count: 1 };
-    let task = claim.tasks[0].id;
-    claim.settle(&[(task, &end)]).await.unwrap();
+    settle_first(claim, Settlement::SentBack { retry_count: 1 }).await;
     again.await.unwrap().unwrap();
     let waits = "SELECT count(*) FROM retry_queue WHERE status = 'pending' AND retry_count = 1";
     assert_eq!(bed.count(waits).await, 1);

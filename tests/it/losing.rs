@@ -8,8 +8,8 @@ use lapin::{
 };
 use retry_scheduler::{
     broker::{Broker, Outcome},
+    domain::settlement::Settlement,
     store::Store,
-    task::Settlement,
     wire::{
         Outgoing,
         proto::{HeaderList, HeaderValue, Properties, RetryMessage, header_value::Kind},
@@ -18,7 +18,7 @@ use retry_scheduler::{
 use testkit::{Fault, Trap, Way};
 use uuid::Uuid;
 
-use crate::support::{Bed, PATIENCE, breakable, eventually, message};
+use crate::support::{Bed, PATIENCE, Received, breakable, eventually, message};
 
 const RETRIED: &str = "SELECT count(*) FROM retry_queue WHERE status = 'retried'";
 
@@ -77,10 +77,11 @@ async fn a_transaction_cancelled_anywhere_leaves_no_open_one_in_the_pool() {
     )
     .await;
     // An open transaction would still hold rows, or swallow this settlement.
-    let claim = all().await.expect("a claim");
-    assert_eq!(claim.tasks.len(), 50);
-    let end = Settlement::Retried { retry_count: 1 };
-    let ends: Vec<_> = claim.tasks.iter().map(|t| (t.id, &end)).collect();
+    let mut claim = all().await.expect("a claim");
+    let tasks = std::mem::take(&mut claim.tasks);
+    assert_eq!(tasks.len(), 50);
+    let end = Settlement::SentBack { retry_count: 1 };
+    let ends: Vec<_> = tasks.iter().map(|task| (task, &end)).collect();
     claim.settle(&ends).await.expect("settled");
     assert_eq!(bed.count(RETRIED).await, 50);
 }
@@ -416,7 +417,8 @@ async fn a_crash_between_confirm_and_commit_republishes_once_more() {
     victim.kill().await.expect("SIGKILL");
 
     let mut inbox = bed.client.consume(&queue).await;
-    assert_eq!(inbox.next().await.id(), sent.message_id);
+    let first = inbox.next().await;
+    assert_eq!(first.id(), sent.message_id);
     assert_eq!(bed.count(RETRIED).await, 0);
     bed.set("DATABASE_URL", &direct);
     let service = bed.start().await;
@@ -424,6 +426,9 @@ async fn a_crash_between_confirm_and_commit_republishes_once_more() {
     assert_eq!(again.id(), sent.message_id);
     assert_eq!(again.body, marker.as_bytes());
     assert_eq!(again.number("x-retry-count"), Some(1));
+    // It is the same attempt, sent again.
+    let attempt = |received: &Received| received.text("x-retry-attempt-id").expect("an id");
+    assert_eq!(attempt(&first), attempt(&again));
     bed.until_count(RETRIED, 1).await;
     service.stop().await;
     assert_eq!(bed.client.depth(&queue).await, Some(0));

@@ -20,6 +20,7 @@
 )]
 
 mod again;
+mod attempts;
 mod blowing;
 mod classes;
 mod commands;
@@ -29,8 +30,11 @@ mod documents;
 mod histories;
 mod inputs;
 mod instances;
+mod keys;
+mod lines;
 mod losing;
 mod migrating;
+mod newer;
 mod pipeline;
 mod plans;
 mod standing;

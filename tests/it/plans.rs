@@ -3,13 +3,7 @@
 
 use std::time::Duration;
 
-use retry_scheduler::store::{
-    PLAN_SETTINGS, Store,
-    dispatch::{CLAIM, CLAIM_FAIRLY, CLAIM_SETTINGS, SETTLE},
-    idempotency::{ATTACH, HITS, LOOK_UP},
-    intake::{FAIL_AGAIN, LOCK_KNOWN, NOTE_DUPLICATES},
-    maintenance::{REMOVE_EVENTS, REMOVE_KEYS, REMOVE_TASKS},
-};
+use retry_scheduler::store::{STATEMENTS, Statement, Store};
 use sqlx::AssertSqlSafe;
 
 use crate::support::{Bed, eventually, message};
@@ -25,9 +19,16 @@ fn rows(count: u32, status: &str) -> String {
     )
 }
 
+/// The statement of this name.
+fn named(name: &str) -> &'static Statement {
+    let found = STATEMENTS.iter().find(|statement| statement.name == name);
+    found.unwrap_or_else(|| panic!("no statement {name:?}"))
+}
+
 /// How Postgres reads tables for a statement it has prepared for any values:
 /// index and condition of each scan.
-async fn reads(bed: &Bed, settings: &str, statement: &str) -> Vec<String> {
+async fn reads(bed: &Bed, name: &str) -> Vec<String> {
+    let (statement, settings) = (named(name).text(), named(name).settings());
     let mut tx = bed.db.begin().await.expect("a transaction");
     sqlx::raw_sql(AssertSqlSafe(format!(
         "SELECT {settings};
@@ -40,8 +41,11 @@ async fn reads(bed: &Bed, settings: &str, statement: &str) -> Vec<String> {
     let values = (1..)
         .take_while(|n| statement.contains(&format!("${n}")))
         .map(|_| "NULL");
-    let values = values.collect::<Vec<_>>().join(", ");
-    let explain = AssertSqlSafe(format!("EXPLAIN EXECUTE asked ({values})"));
+    let values = match values.collect::<Vec<_>>().join(", ") {
+        none if none.is_empty() => none,
+        some => format!("({some})"),
+    };
+    let explain = AssertSqlSafe(format!("EXPLAIN EXECUTE asked {values}"));
     let plan: Vec<String> = sqlx::query_scalar(explain)
         .fetch_all(&mut *tx)
         .await
@@ -103,10 +107,24 @@ fn scenes() -> Vec<(&'static str, String)> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn every_statement_is_in_the_list_and_postgres_takes_each() {
+    let bed = Bed::new().await;
+    bed.migrate().await;
+    for statement in STATEMENTS {
+        reads(&bed, statement.name).await;
+    }
+    let sources = std::fs::read_dir("src/store").expect("the store's sources");
+    let declared: usize = sources
+        .map(|file| std::fs::read_to_string(file.unwrap().path()).unwrap())
+        .map(|text| text.matches("Statement = Statement::").count())
+        .sum();
+    assert_eq!(STATEMENTS.len(), declared);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_claim_walks_the_index_that_has_its_order_whatever_postgres_believes() {
     let bed = Bed::new().await;
     bed.migrate().await;
-    let settings = format!("{PLAN_SETTINGS}, {CLAIM_SETTINGS}");
     let oldest = [
         "idx_retry_next_retry Index Cond: ((priority = 0) AND (next_retry_at <= statement_timestamp()))",
         "idx_retry_next_retry Index Cond: ((priority = 1) AND (next_retry_at <= statement_timestamp()))",
@@ -118,12 +136,8 @@ async fn a_claim_walks_the_index_that_has_its_order_whatever_postgres_believes()
     let fairly: Vec<&str> = lanes.into_iter().chain(oldest).collect();
     for (scene, sql) in scenes() {
         bed.arrange(&sql).await;
-        assert_eq!(reads(&bed, &settings, CLAIM).await, oldest, "{scene}");
-        assert_eq!(
-            reads(&bed, &settings, CLAIM_FAIRLY).await,
-            fairly,
-            "{scene}"
-        );
+        assert_eq!(reads(&bed, "claim").await, oldest, "{scene}");
+        assert_eq!(reads(&bed, "claim fairly").await, fairly, "{scene}");
     }
 }
 
@@ -133,23 +147,23 @@ async fn a_claim_walks_the_index_that_has_its_order_whatever_postgres_believes()
 async fn a_batch_finds_its_rows_by_key_whatever_postgres_believes() {
     let bed = Bed::new().await;
     bed.migrate().await;
-    let of_a_claim = format!("{PLAN_SETTINGS}, {CLAIM_SETTINGS}");
     let statements = [
-        (SETTLE, &*of_a_claim),
-        (LOCK_KNOWN, PLAN_SETTINGS),
-        (FAIL_AGAIN, PLAN_SETTINGS),
-        (NOTE_DUPLICATES, PLAN_SETTINGS),
-        (LOOK_UP, PLAN_SETTINGS),
-        (ATTACH, PLAN_SETTINGS),
-        (HITS, PLAN_SETTINGS),
-        (REMOVE_TASKS, PLAN_SETTINGS),
-        (REMOVE_KEYS, PLAN_SETTINGS),
-        (REMOVE_EVENTS, PLAN_SETTINGS),
+        "settle",
+        "lock known",
+        "fail again",
+        "note duplicates",
+        "look up keys",
+        "attach keys",
+        "record hits",
+        "clear a key",
+        "remove old tasks",
+        "remove expired keys",
+        "remove old events",
     ];
     for (scene, sql) in scenes() {
         bed.arrange(&sql).await;
-        for (statement, settings) in statements {
-            let found = reads(&bed, settings, statement).await;
+        for statement in statements {
+            let found = reads(&bed, statement).await;
             assert!(!found.is_empty(), "{scene}: {statement}");
             for scan in found {
                 // The oldest events are the first of their index.

@@ -3,7 +3,10 @@
 use std::{collections::HashMap, net::SocketAddr, process::Stdio, time::Duration};
 
 use devstack::Stack;
-use retry_scheduler::{app::App, config::Settings};
+use retry_scheduler::{
+    app::{App, instance_name},
+    config::Settings,
+};
 use sqlx::{AssertSqlSafe, PgPool, postgres::PgPoolOptions};
 use testkit::Proxy;
 use tokio::{sync::oneshot, task::JoinHandle};
@@ -104,7 +107,8 @@ impl Bed {
 
     /// Starts the service in this process and returns at once.
     pub async fn start_unready(&self) -> Running {
-        let app = App::new(self.settings())
+        let instance = instance_name(&self.settings());
+        let app = App::new(self.settings(), &instance)
             .await
             .expect("the service is built");
         let address = app.address().expect("an address");

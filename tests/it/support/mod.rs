@@ -5,6 +5,7 @@ mod bed;
 mod client;
 mod metrics;
 mod process;
+pub mod replay;
 mod services;
 
 pub use bed::{Bed, Running};

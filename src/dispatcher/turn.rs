@@ -1,0 +1,172 @@
+//! One turn: claim, address, publish, judge, settle.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::{Dispatcher, Session, judge::Verdict};
+use crate::{
+    broker::{Fault, Outcome},
+    domain::{policy::Policy, review::Reason, settlement::Settlement, task::Task},
+    observe::audit,
+    plant::Bug,
+    store::{StoreError, dispatch::Claim},
+    wire::{self, Outgoing},
+};
+
+/// What one turn found.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Turn {
+    /// As many rows as were asked for: there may be more.
+    Full,
+    /// Fewer rows: all that was due.
+    Short,
+    /// No row that nobody else holds.
+    Nothing,
+}
+
+/// Why a turn failed. Its rows are as they were, or settled as far as is known.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum TurnError {
+    /// The publisher cannot be used any more.
+    #[error(transparent)]
+    Broker(#[from] Fault),
+    /// The store failed.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+/// A claimed task on its way.
+pub(super) struct Bound<'b> {
+    pub task: Task,
+    pub policy: &'b Policy,
+    /// Why it goes to review; none when it goes back to its queue.
+    pub review: Option<Reason>,
+    /// How it ends; none leaves it as it was, for another turn.
+    pub end: Option<Settlement>,
+}
+
+impl Dispatcher {
+    /// Claims up to `rows` due rows, publishes them and settles what is known of them.
+    pub(super) async fn turn(&self, session: &mut Session, rows: usize) -> Result<Turn, TurnError> {
+        let mut claim = self.claim(session, rows).await?;
+        let started = Instant::now();
+        let tasks = std::mem::take(&mut claim.tasks);
+        if tasks.is_empty() {
+            claim.settle(&[]).await?;
+            return Ok(Turn::Nothing);
+        }
+        self.metrics.dispatch_batch.observe(tasks.len() as f64);
+        let full = claim.full;
+
+        let (mut bound, outgoing) = self.address(tasks);
+        let (outcomes, fault) = session.publisher.publish(&outgoing).await;
+        let verdict = Verdict::on(&fault, outgoing.len());
+        drop(outgoing);
+        let review_is_missing = judge(&mut bound, &outcomes, &verdict);
+        settle(claim, &bound).await?;
+        self.tell(&bound, started.elapsed());
+
+        if review_is_missing
+            && let Err(e) = session.publisher.ensure_queue(&self.review_queue).await
+        {
+            return Err(Fault::Connection(e.to_string()).into());
+        }
+        match fault {
+            Some(fault) => Err(fault.into()),
+            None if full => Ok(Turn::Full),
+            None => Ok(Turn::Short),
+        }
+    }
+
+    async fn claim(&self, session: &mut Session, rows: usize) -> Result<Claim, StoreError> {
+        let (memory, bytes) = (&mut session.memory, self.batch_bytes);
+        let claim = if memory.fair {
+            let lanes = &mut memory.lanes;
+            self.store.claim_fairly(rows, bytes, lanes).await?
+        } else {
+            self.store.claim(rows, bytes).await?
+        };
+        memory.fair = claim.full;
+        Ok(claim)
+    }
+
+    /// Decides where each task goes, and makes its message. A task whose message cannot
+    /// be made ends here; all others have a message, in the same order.
+    fn address(&self, tasks: Vec<Task>) -> (Vec<Bound<'_>>, Vec<Outgoing>) {
+        let mut bound = Vec::with_capacity(tasks.len());
+        let mut outgoing = Vec::with_capacity(tasks.len());
+        for mut task in tasks {
+            let budget_counts = !Bug::BudgetIgnored.planted();
+            let review = task
+                .review_reason()
+                .filter(|reason| budget_counts || *reason != Reason::Exhausted);
+            let message = match review {
+                Some(reason) => {
+                    wire::review(&mut task, reason, &self.review_queue, self.review_format)
+                }
+                None => wire::republish(&mut task, &self.service),
+            };
+            let mut going = Bound {
+                policy: self.book.named(task.policy.as_deref()),
+                task,
+                review,
+                end: None,
+            };
+            match message {
+                Ok(_) if Bug::ReviewNotSent.planted() && review.is_some() => {
+                    going.end = review.map(Settlement::Reviewed);
+                }
+                Ok(message) => outgoing.push(message),
+                Err(error) => going.end = Some(going.returned(error)),
+            }
+            bound.push(going);
+        }
+        (bound, outgoing)
+    }
+
+    /// Metrics and logs, once the batch is durable.
+    fn tell(&self, bound: &[Bound<'_>], took: Duration) {
+        self.metrics.dispatch_seconds.observe(took.as_secs_f64());
+        for Bound { task, end, .. } in bound {
+            let Some(end) = end else { continue };
+            match end {
+                Settlement::SentBack { .. } => {
+                    self.metrics.sent_back(&task.queue, task.late + took);
+                    audit::sent_back(task);
+                }
+                Settlement::Reviewed(reason) => {
+                    self.metrics.reviewed(&task.queue, *reason);
+                    audit::reviewed(task, *reason);
+                }
+                Settlement::Returned { delay, error, .. } => {
+                    self.metrics.returned(&task.queue);
+                    audit::returned(task, *delay, error);
+                }
+                Settlement::Deferred { delay } => {
+                    self.metrics.deferred.inc();
+                    audit::deferred(task, *delay);
+                }
+            }
+        }
+    }
+}
+
+/// Gives each published task its end. Returns whether the review queue is missing.
+fn judge(bound: &mut [Bound<'_>], outcomes: &[Outcome], verdict: &Verdict) -> bool {
+    let mut review_is_missing = false;
+    let published = bound.iter_mut().filter(|b| b.end.is_none());
+    for (bound, outcome) in published.zip(outcomes) {
+        review_is_missing |= bound.review.is_some() && matches!(outcome, Outcome::Returned(_));
+        bound.end = bound.end_by(outcome, verdict);
+    }
+    review_is_missing
+}
+
+async fn settle(claim: Claim, bound: &[Bound<'_>]) -> Result<(), StoreError> {
+    let ends: Vec<(&Task, &Settlement)> = bound
+        .iter()
+        .filter_map(|b| Some((&b.task, b.end.as_ref()?)))
+        .collect();
+    claim.settle(&ends).await
+}

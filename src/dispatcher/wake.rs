@@ -1,0 +1,76 @@
+//! Lets intake wake the dispatcher for what falls due before it would look.
+
+use std::sync::{Mutex, PoisonError};
+
+use tokio::{
+    sync::Notify,
+    time::{Instant, sleep_until},
+};
+
+/// The earliest moment that anybody knows of at which something is due.
+#[derive(Default)]
+pub struct Wake {
+    /// Held by the worker that watches for all of them.
+    pub(super) watcher: tokio::sync::Mutex<()>,
+    next: Mutex<Option<Instant>>,
+    changed: Notify,
+}
+
+impl Wake {
+    /// Says that something is due at `when`.
+    pub fn at(&self, when: Instant) {
+        let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
+        if next.is_none_or(|known| when < known) {
+            *next = Some(when);
+            self.changed.notify_waiters();
+        }
+    }
+
+    /// Sleeps until `latest` or the earliest known moment, whichever is first, and
+    /// returns whether such a moment came. It is then forgotten. Safe to cancel.
+    pub(super) async fn sleep(&self, latest: Instant) -> bool {
+        loop {
+            // Registered before the look, so that no change between the two is missed.
+            let changed = self.changed.notified();
+            let until = self.known().map_or(latest, |known| known.min(latest));
+            tokio::select! {
+                () = sleep_until(until) => break,
+                () = changed => {}
+            }
+        }
+        self.has_come()
+    }
+
+    /// Whether the earliest known moment has come. It is then forgotten.
+    pub(super) fn has_come(&self) -> bool {
+        let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
+        next.take_if(|known| *known <= Instant::now()).is_some()
+    }
+
+    fn known(&self) -> Option<Instant> {
+        *self.next.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{sync::Arc, time::Duration};
+
+    #[tokio::test(start_paused = true)]
+    async fn an_earlier_moment_cuts_the_sleep_short_and_is_then_forgotten() {
+        let wake = Arc::new(Wake::default());
+        let start = Instant::now();
+        let sleeper = tokio::spawn({
+            let wake = wake.clone();
+            async move { wake.sleep(start + Duration::from_secs(60)).await }
+        });
+        tokio::task::yield_now().await;
+        wake.at(start + Duration::from_secs(2));
+        wake.at(start + Duration::from_secs(5));
+        assert!(sleeper.await.unwrap(), "woken early");
+        assert_eq!(start.elapsed(), Duration::from_secs(2));
+        assert!(!wake.sleep(start + Duration::from_secs(9)).await);
+        assert_eq!(start.elapsed(), Duration::from_secs(9));
+    }
+}

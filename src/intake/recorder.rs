@@ -1,0 +1,404 @@
+//! Recorder: a batch of arrivals becomes rows, in one transaction.
+
+use std::{
+    collections::{HashMap, HashSet},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use tokio::time::{Instant, timeout_at};
+use tokio_util::sync::CancellationToken;
+use tracing::warn;
+use uuid::Uuid;
+
+use super::keys::{self, Sorted, key_of};
+use crate::{
+    backoff::Backoff,
+    dispatcher::Wake,
+    domain::{
+        UnknownText,
+        arrival::Arrival,
+        review::Reason,
+        task::{NewTask, Next},
+    },
+    observe::{
+        audit,
+        metrics::{IntakeOutcome, Metrics},
+        telemetry::chain,
+    },
+    plant::Bug,
+    store::{
+        Store, StoreError,
+        arrivals::{IntakeTx, Mark, Planned},
+        idempotency::Key,
+    },
+    wire::{self, Arrived, Rules},
+};
+
+/// How long to ask after a COMMIT whose answer was lost, before giving up.
+const LOST_COMMIT_PATIENCE: Duration = Duration::from_secs(5);
+
+/// Decodes, decides and stores.
+#[derive(Clone)]
+#[allow(missing_docs)] // fields without a comment are the parts it works with
+pub struct Recorder {
+    pub store: Store,
+    /// What arrivals are judged by.
+    pub rules: Arc<Rules>,
+    /// Rung for what falls due soon.
+    pub wake: Arc<Wake>,
+    pub metrics: Arc<Metrics>,
+    /// How long an idempotency key is remembered.
+    pub key_life: Duration,
+    /// Whether a row of a newer version was told of already.
+    pub told_of_unknown: Arc<AtomicBool>,
+}
+
+/// What storing a task did, to be told once it is durable.
+enum Effect<'t> {
+    /// A row waits, this long, for its retry or for review.
+    Stored {
+        planned: Planned<'t>,
+        delay: Duration,
+    },
+    /// The task goes to review under another id, because its own is taken.
+    Beside {
+        task: &'t NewTask,
+        stored_as: Uuid,
+        reason: Reason,
+    },
+    /// The failure was known already.
+    Duplicate(&'t NewTask),
+    /// The failure's key was applied before, to the message with this id.
+    Hit {
+        task: &'t NewTask,
+        applied_to: Option<Uuid>,
+    },
+}
+
+impl Effect<'_> {
+    /// The id of the row that bears the moment of the transaction, if one does.
+    fn stored_as(&self) -> Option<Uuid> {
+        match self {
+            Self::Stored { planned, .. } => Some(planned.task.message_id),
+            Self::Beside { stored_as, .. } => Some(*stored_as),
+            Self::Duplicate(_) | Self::Hit { .. } => None,
+        }
+    }
+}
+
+/// A batch while it is being stored.
+#[derive(Default)]
+struct Progress<'t> {
+    effects: Vec<Effect<'t>>,
+    /// The id under which the failure of each key is stored.
+    applied: Vec<(Key, Uuid)>,
+}
+
+impl Recorder {
+    /// Stores a batch. On success each arrival is durable, as a row or as a case for
+    /// review, or was so before.
+    pub async fn record(&self, arrivals: Vec<Arrived>) -> Result<(), StoreError> {
+        let tasks: Vec<NewTask> = arrivals
+            .into_iter()
+            .map(|arrived| wire::decode(arrived, &self.rules, Uuid::now_v7))
+            .collect();
+        match self.store_batch(&tasks).await {
+            Err(e @ StoreError::Data(_)) => {
+                warn!(
+                    error = chain(&e),
+                    "Postgres refused a batch; storing it one by one"
+                );
+                for task in tasks {
+                    self.store_alone(task).await?;
+                }
+                Ok(())
+            }
+            other => other,
+        }
+    }
+
+    /// Stores one message on its own, so that a bad one harms only itself. When
+    /// Postgres refuses it, it goes to review stripped to what Postgres cannot refuse.
+    async fn store_alone(&self, task: NewTask) -> Result<(), StoreError> {
+        match self.store_batch(std::slice::from_ref(&task)).await {
+            Err(e @ StoreError::Data(_)) => {
+                let plain = NewTask {
+                    producer_id: Some(task.message_id.to_string()),
+                    message_id: Uuid::now_v7(),
+                    queue: self.rules.intake_queue.clone(),
+                    error: format!("{} (its queue is {:?})", chain(&e), task.queue),
+                    properties: Vec::new(),
+                    labels: Default::default(),
+                    idempotency_key: None,
+                    not_before_ms: None,
+                    first_failed_at_ms: None,
+                    verdict: Some(Reason::Invalid),
+                    ..task
+                };
+                self.store_batch(&[plain]).await
+            }
+            other => other,
+        }
+    }
+
+    async fn store_batch(&self, tasks: &[NewTask]) -> Result<(), StoreError> {
+        let started = Instant::now();
+        let mut tx = self.store.begin_intake().await?;
+        let Sorted {
+            fresh,
+            hits,
+            others,
+        } = keys::sort(&mut tx, tasks, self.key_life).await?;
+        let mut progress = Progress {
+            effects: Vec::with_capacity(tasks.len()),
+            ..Progress::default()
+        };
+        for wave in waves(&fresh) {
+            self.store_wave(&mut tx, wave, &mut progress).await?;
+        }
+        if !progress.applied.is_empty() {
+            tx.attach_keys(&progress.applied).await?;
+        }
+        let mut effects = progress.effects;
+        if !others.is_empty() {
+            let mut copies = Vec::with_capacity(others.len());
+            for task in others {
+                copies.push(beside(task, Reason::Conflict, &mut effects));
+            }
+            self.store_copies(&mut tx, &copies).await?;
+        }
+        if !hits.is_empty() {
+            let keys: Vec<Key> = hits.iter().map(|(_, key)| key.clone()).collect();
+            let messages = tx.record_hits(&keys).await?;
+            effects.extend(hits.into_iter().map(|(task, key)| Effect::Hit {
+                task,
+                applied_to: messages.get(&key).copied(),
+            }));
+        }
+        let mark = tx.mark();
+        if let Err(e) = tx.commit().await {
+            warn!(
+                error = chain(&e),
+                "COMMIT was not answered; looking whether it took place"
+            );
+            let ids: Vec<Uuid> = effects.iter().filter_map(Effect::stored_as).collect();
+            if !Bug::TrustLostCommit.planted() && !self.took_place(&ids, &mark).await {
+                return Err(e);
+            }
+        }
+        for task in fresh.iter().filter(|t| t.idempotency_key.is_some()) {
+            audit::key_recorded(task);
+        }
+        self.tell(&effects, started);
+        Ok(())
+    }
+
+    /// Whether a COMMIT that was not answered took place. When that cannot be found
+    /// out the answer is no: delivered again, the failures are recognised by their ids.
+    async fn took_place(&self, ids: &[Uuid], mark: &Mark) -> bool {
+        let deadline = Instant::now() + LOST_COMMIT_PATIENCE;
+        let mut backoff = Backoff::default();
+        let never = CancellationToken::new();
+        loop {
+            match timeout_at(deadline, self.store.was_stored(ids, mark)).await {
+                Ok(Ok(Some(stored))) => return stored,
+                Ok(Ok(None) | Err(_)) if Instant::now() < deadline => backoff.wait(&never).await,
+                Ok(_) | Err(_) => return false,
+            }
+        }
+    }
+
+    /// Stores tasks with distinct ids.
+    async fn store_wave<'t>(
+        &self,
+        tx: &mut IntakeTx,
+        mut rest: Vec<&'t NewTask>,
+        progress: &mut Progress<'t>,
+    ) -> Result<(), StoreError> {
+        // A second round is needed only when retention removes a known row between the
+        // two statements: then its message is new after all.
+        while !rest.is_empty() {
+            let planned: Vec<Planned<'t>> = rest
+                .iter()
+                .map(|task| plan(task, task.budget.retry_count))
+                .collect();
+            let inserted = tx.insert_new(&planned).await?;
+            for planned in planned {
+                let id = planned.task.message_id;
+                if let Some(&delay) = inserted.get(&id) {
+                    let key = key_of(planned.task).map(|key| (key, id));
+                    progress.applied.extend(key);
+                    progress.effects.push(Effect::Stored { planned, delay });
+                }
+            }
+            rest.retain(|task| !inserted.contains_key(&task.message_id));
+            if !rest.is_empty() {
+                let met = self.meet_known(tx, &rest, progress).await?;
+                rest.retain(|task| !met.contains(&task.message_id));
+            }
+        }
+        Ok(())
+    }
+
+    /// Applies tasks to the rows that have their ids, and returns those ids.
+    async fn meet_known<'t>(
+        &self,
+        tx: &mut IntakeTx,
+        tasks: &[&'t NewTask],
+        progress: &mut Progress<'t>,
+    ) -> Result<HashSet<Uuid>, StoreError> {
+        let Progress { effects, applied } = progress;
+        let by_id: HashMap<Uuid, &'t NewTask> = tasks.iter().map(|t| (t.message_id, *t)).collect();
+        let rows = tx.lock_known(tasks).await?;
+        let mut again = Vec::new();
+        let mut duplicates = Vec::new();
+        let mut copies = Vec::new();
+        let mut met = HashSet::with_capacity(rows.len());
+        for row in &rows {
+            let Some(&task) = by_id.get(&row.message_id) else {
+                continue;
+            };
+            met.insert(row.message_id);
+            let mut stored_as = row.message_id;
+            let mut case = |reason| {
+                let copy = beside(task, reason, effects);
+                stored_as = copy.message_id;
+                copies.push(copy);
+            };
+            match row.meets(task) {
+                Arrival::Again { retry_count } => again.push(plan(task, retry_count)),
+                Arrival::Duplicate(budget) => {
+                    duplicates.push((row.id, budget));
+                    effects.push(Effect::Duplicate(task));
+                }
+                Arrival::Beside(reason) => case(reason),
+                Arrival::Unknown(text) => {
+                    self.tell_of_unknown(row.id, &text);
+                    case(Reason::Conflict);
+                }
+            }
+            applied.extend(key_of(task).map(|key| (key, stored_as)));
+        }
+        if !again.is_empty() {
+            let delays = tx.fail_again(&again).await?;
+            effects.extend(again.into_iter().map(|planned| {
+                Effect::Stored {
+                    delay: delays
+                        .get(&planned.task.message_id)
+                        .copied()
+                        .unwrap_or_default(),
+                    planned,
+                }
+            }));
+        }
+        if !duplicates.is_empty() {
+            tx.note_duplicates(&duplicates).await?;
+        }
+        if !copies.is_empty() {
+            self.store_copies(tx, &copies).await?;
+        }
+        Ok(met)
+    }
+
+    async fn store_copies(&self, tx: &mut IntakeTx, copies: &[NewTask]) -> Result<(), StoreError> {
+        let planned: Vec<Planned<'_>> = copies
+            .iter()
+            .map(|copy| plan(copy, copy.budget.retry_count))
+            .collect();
+        tx.insert_new(&planned).await?;
+        Ok(())
+    }
+
+    /// Says once that a row is left alone because a newer version wrote it.
+    fn tell_of_unknown(&self, task_id: i64, text: &UnknownText) {
+        if !self.told_of_unknown.swap(true, Ordering::Relaxed) {
+            warn!(
+                task_id,
+                error = %text,
+                "a failure's id belongs to a row that a newer version wrote; the row is left \
+                 alone, and the failure goes to review as a conflict (told once)"
+            );
+        }
+    }
+
+    /// Metrics, logs and the dispatcher's alarm, once the batch is durable.
+    fn tell(&self, effects: &[Effect<'_>], started: Instant) {
+        let mut soonest: Option<Duration> = None;
+        let mut due_in = |delay: Duration| {
+            soonest = Some(soonest.map_or(delay, |known| known.min(delay)));
+        };
+        for effect in effects {
+            match effect {
+                Effect::Stored { planned, delay } => {
+                    let task = planned.task;
+                    due_in(*delay);
+                    match planned.next {
+                        Next::Retry { .. } => {
+                            self.metrics.scheduled(&task.queue);
+                            audit::scheduled(task, planned.retry_count, *delay);
+                        }
+                        Next::Review(reason) => {
+                            self.metrics.sent_to_review(reason);
+                            audit::bound_for_review(task, planned.retry_count, reason);
+                        }
+                    }
+                }
+                Effect::Beside { task, reason, .. } => {
+                    self.metrics.sent_to_review(*reason);
+                    due_in(Duration::ZERO);
+                    audit::bound_for_review(task, task.budget.retry_count, *reason);
+                }
+                Effect::Duplicate(task) => {
+                    self.metrics.intake(IntakeOutcome::Duplicate);
+                    audit::duplicate(task);
+                }
+                Effect::Hit { task, applied_to } => {
+                    self.metrics.intake(IntakeOutcome::IdempotencyHit);
+                    audit::key_hit(task, *applied_to);
+                }
+            }
+        }
+        if let Some(delay) = soonest {
+            self.wake.at(started + delay);
+        }
+    }
+}
+
+fn plan(task: &NewTask, retry_count: i32) -> Planned<'_> {
+    Planned {
+        task,
+        retry_count,
+        next: task.next(retry_count, fastrand::f64()),
+    }
+}
+
+/// A copy of `task` for review, because its id or its key is taken.
+fn beside<'t>(task: &'t NewTask, reason: Reason, effects: &mut Vec<Effect<'t>>) -> NewTask {
+    let copy = task.clone().beside(Uuid::now_v7(), reason);
+    effects.push(Effect::Beside {
+        task,
+        stored_as: copy.message_id,
+        reason,
+    });
+    copy
+}
+
+/// Splits a batch so that no id is twice in one statement, and keeps the order: the
+/// second mention of an id must see what the first one did.
+fn waves<'t>(tasks: &[&'t NewTask]) -> Vec<Vec<&'t NewTask>> {
+    let mut waves: Vec<Vec<&NewTask>> = Vec::new();
+    let mut mentions: HashMap<Uuid, usize> = HashMap::new();
+    for task in tasks {
+        let wave = mentions.entry(task.message_id).or_default();
+        if *wave == waves.len() {
+            waves.push(Vec::new());
+        }
+        waves[*wave].push(task);
+        *wave += 1;
+    }
+    waves
+}
