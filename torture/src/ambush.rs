@@ -1,4 +1,4 @@
-//! Faults that wait for their moment, and those that change an instance's world.
+//! Faults that wait until an instance reaches some point, and faults that change what surrounds it.
 
 use std::time::Duration;
 
@@ -10,20 +10,20 @@ use tokio::{
 
 use crate::{chaos::Chaos, excuse::Record, fault::Fault, instance::DATABASE};
 
-/// How long an instance may take to come to where it dies.
+/// How long an instance may take to reach the failpoint at which it is to die.
 const DYING: Duration = Duration::from_secs(10);
 
-/// How long a transaction that failed may stay open: less than the time-out by
-/// which Postgres would end it.
+/// How long an instance may leave a failed transaction open. This is shorter than the time-out after which
+/// Postgres would end it, so that we see whether the instance did.
 const CLOSING: Duration = Duration::from_secs(2);
 
-/// Nobody came to where a fault waited.
+/// No instance reached the point at which a fault waited, so the fault did not happen.
 #[derive(Debug, thiserror::Error)]
 #[error("nobody came there in time")]
 pub struct Missed;
 
 impl Chaos {
-    /// An instance dies at a failpoint, and is started again.
+    /// Has an instance kill itself at a failpoint, and starts it again.
     pub async fn die(&self, fault: Fault, whom: usize) -> anyhow::Result<()> {
         let point = fault.point().context("no failpoint")?;
         let passing = 1 + whom / self.slots.len() % 3;
@@ -38,7 +38,7 @@ impl Chaos {
         self.ledger.fault(Record::of_death(fault, whom));
     }
 
-    /// Odd ones are an hour ahead, even ones behind.
+    /// Restarts an instance with a clock that is an hour ahead or an hour behind.
     pub async fn skew_clock(&self, whom: usize) -> anyhow::Result<()> {
         let library = spawn_blocking(devstack::faketime).await??;
         let behind = (whom / self.slots.len()).is_multiple_of(2);
@@ -47,8 +47,8 @@ impl Chaos {
         slot.start_with_clock(&library, if behind { "-1h" } else { "+1h" })
     }
 
-    /// Every statement on it runs into its time-out, inside an open transaction.
-    /// Whoever that happens to must close the connection, not go on with it.
+    /// Locks the table for so long that every statement on it runs into its time-out, inside an open
+    /// transaction. An instance must then close that connection, and not use it again.
     pub async fn lock_table(&self) -> anyhow::Result<()> {
         let sql = "BEGIN; LOCK TABLE retry_queue; SELECT pg_sleep(3); COMMIT";
         self.do_to(move |s| s.postgres.psql(DATABASE, sql).map(drop))

@@ -1,4 +1,4 @@
-//! The campaign: everything starts, is disturbed, settles, and is judged.
+//! The campaign: starts everything, disturbs it, waits until nothing moves any more, and judges what is left.
 
 use std::{
     collections::BTreeMap,
@@ -32,16 +32,15 @@ use crate::{
 
 const PRODUCERS: usize = 2;
 
-/// Nothing came back for so long: nothing more will.
+/// When nothing has come back for this long, nothing more will.
 const QUIET: Duration = Duration::from_secs(25);
 
-/// Messages still come back after so long: they will for ever.
+/// When messages still come back after this long, there is no end to them.
 const SETTLING: Duration = Duration::from_secs(120);
 
-/// The same for a campaign that is to be brief.
+/// The same two for a campaign with `--brief`.
 const BRIEFLY: (Duration, Duration) = (Duration::from_secs(6), Duration::from_secs(12));
 
-/// All that runs, and what it is measured by.
 pub struct Campaign {
     faults: Vec<Planned>,
     chaos: Arc<Chaos>,
@@ -62,7 +61,7 @@ impl Campaign {
         let (kinds, disk) = Disk::for_faults(args.kinds(), &place.join("postgres"));
         let faults = plan(args.seed, &kinds, args.faults);
         if faults.iter().any(|f| f.fault == Fault::ClockSkew) {
-            // Before the time runs: it may have to be installed.
+            // The library may have to be installed, which must not take from the campaign's time.
             spawn_blocking(devstack::faketime).await??;
         }
         let stack = spawn_blocking(|| Stack::start_temporary_in(place)).await??;
@@ -90,7 +89,7 @@ impl Campaign {
                 tricks: tricks.clone(),
             };
             consumers.spawn(async move {
-                // Without a sender, waiting for a deletion would end at once.
+                // If all senders were dropped, the consumer's wait for a deletion would end at once.
                 let _kept = sender;
                 consumer.run().await;
             });
@@ -157,7 +156,7 @@ impl Campaign {
             let due = pace.begun + spread * u32::try_from(n).unwrap_or(u32::MAX);
             tokio::time::sleep_until(due).await;
             sleep(Duration::from_millis(planned.pause)).await;
-            // Some faults wait for someone at work: there must be work.
+            // Some faults wait for an instance at work, so allow the producers to send more first.
             pace.step();
             let told = self.chaos.inflict(planned.fault, planned.whom).await?;
             self.tell(planned.fault, &told);
@@ -193,7 +192,7 @@ impl Campaign {
         ));
     }
 
-    /// Waits until nothing waits and nothing is under way, or nothing moves.
+    /// Waits until no row is pending and no message is under way, or until nothing has moved for too long.
     async fn settle(&self, quiet: Duration, settling: Duration) -> anyhow::Result<()> {
         let begun = Instant::now();
         let mut seen = (self.ledger.arrivals(), begun);
@@ -219,7 +218,7 @@ impl Campaign {
         }
     }
 
-    /// The verdict, and the faults behind it.
+    /// Compares what producers and consumers saw with what Postgres holds.
     pub async fn judge(&self) -> anyhow::Result<Verdict> {
         let live = self.rows.live().await?;
         let unconfirmed = self.rows.unconfirmed().await?;
@@ -228,8 +227,8 @@ impl Campaign {
         Ok(verdict)
     }
 
-    /// How often each fault happened, how long the service took to recover from
-    /// it at worst, and the 95th percentile of all.
+    /// For each fault, how often it happened and the longest recovery from it; and the 95th percentile of all
+    /// recoveries.
     pub fn summary(&self, kills: usize) -> (String, Duration) {
         let mut kinds: BTreeMap<String, (usize, Duration)> = BTreeMap::new();
         let mut all = Vec::new();
@@ -268,12 +267,12 @@ impl Campaign {
                 let _ = slot.kill().await;
             }
         }
-        // Stopping the services blocks.
+        // Dropping the stack stops Postgres and RabbitMQ, which blocks.
         let _ = spawn_blocking(move || drop(self.chaos)).await;
     }
 }
 
-/// SIGKILLs beside the other faults, spread over the time.
+/// Kills instances at random moments over the whole time, beside the other faults.
 async fn kills(chaos: Arc<Chaos>, pace: Arc<Pace>, seed: u64, kills: usize, time: Duration) {
     let mut random = Rng::with_seed(seed ^ 0x6b69_6c6c);
     let time = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
@@ -287,7 +286,7 @@ async fn kills(chaos: Arc<Chaos>, pace: Arc<Pace>, seed: u64, kills: usize, time
     }
 }
 
-/// A line now and then, in place on a terminal.
+/// Prints how far the campaign is: a line that is overwritten on a terminal, else a line now and then.
 async fn progress(ledger: Arc<Ledger>, begun: Instant) {
     let in_place = std::io::stderr().is_terminal();
     loop {

@@ -1,4 +1,4 @@
-//! Carries faults out, and watches the service notice and recover.
+//! Carries faults out, and watches the instances notice them and recover.
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
@@ -25,22 +25,23 @@ use crate::{
     post::{PATIENCE, connect},
 };
 
-/// An outage must be noticed within this.
+/// Within this time an outage must turn `/ready` red.
 const NOTICING: Duration = Duration::from_secs(20);
 
-/// And be over for the service within this after it is over.
+/// Within this time after a fault has ended, the instances must work again.
 const RECOVERING: Duration = Duration::from_secs(60);
 
-/// How long a trap waits for somebody to run into it.
+/// How long a trap waits for an instance to run into it.
 const TRAPPING: Duration = Duration::from_secs(5);
 
 /// Everything that a fault may be done to.
 pub struct Chaos {
-    /// What Postgres's data is on, if it may run full; first, so that what is left on it is gone.
+    /// The disk that Postgres's data is on, if it may run full. It is the first field, and so is unmounted
+    /// before the stack removes its directory.
     pub disk: Option<Disk>,
     pub stack: Arc<Stack>,
     pub slots: Vec<Mutex<Slot>>,
-    /// The campaign's own way to Postgres.
+    /// The campaign's own proxy to Postgres, which follows a promoted standby as those of the instances do.
     pub own: Proxy,
     pub addresses: Vec<SocketAddr>,
     pub deletions: Vec<mpsc::Sender<Deletion>>,
@@ -48,18 +49,19 @@ pub struct Chaos {
     pub ledger: Arc<Ledger>,
 }
 
-/// What came of one fault.
+/// What one fault led to.
 pub struct Told {
-    /// Until `/ready` was red, where it has to be.
+    /// How long it took until `/ready` was red, for faults that must turn it red.
     pub red: Option<Duration>,
-    /// Nobody came where it waited for its moment.
+    /// See [`Missed`].
     pub missed: bool,
-    /// From the end of the fault until all worked.
+    /// How long it took from the end of the fault until all instances worked.
     pub recovery: Duration,
 }
 
 impl Chaos {
-    /// Does it, and waits until the service has recovered.
+    /// Carries a fault out, and waits until the instances have recovered from it. `whom` chooses the instance
+    /// or the queue.
     pub async fn inflict(&self, fault: Fault, whom: usize) -> anyhow::Result<Told> {
         let begun = Instant::now();
         let red = self.disturb(fault, whom).await;
@@ -223,7 +225,7 @@ impl Chaos {
         &self.slots[whom % self.slots.len()]
     }
 
-    /// SIGKILL and a new start, for whom no other fault has in hand.
+    /// Kills and restarts an instance, if possible one that no other fault is being done to.
     pub async fn kill(&self, whom: usize) -> anyhow::Result<()> {
         let free = (whom..whom + self.slots.len())
             .find_map(|whom| Some((whom, self.slot(whom).try_lock().ok()?)));
@@ -244,7 +246,7 @@ impl Chaos {
         spawn_blocking(move || act(&stack)).await?
     }
 
-    /// Stops or freezes a service until everyone has noticed.
+    /// Begins an outage, waits until all instances have noticed, and ends it.
     pub async fn outage(
         &self,
         fault: Fault,
@@ -257,7 +259,8 @@ impl Chaos {
         Ok(Some(red))
     }
 
-    /// RabbitMQ tells of an alarm only those who publish: one is enough.
+    /// Raises an alarm until one instance has noticed. RabbitMQ tells only connections that publish, so not all
+    /// need to.
     async fn alarm(
         &self,
         fault: Fault,
@@ -270,7 +273,7 @@ impl Chaos {
         red.map(Some)
     }
 
-    /// Waits until somebody is red, for what only those notice who have work to do.
+    /// Waits until any instance is red, for faults that only an instance with work to do can notice.
     pub async fn met(&self, fault: Fault) -> anyhow::Result<Duration> {
         let begun = Instant::now();
         let one = self.addresses.iter().map(|address| seen(*address, false));
@@ -298,8 +301,8 @@ impl Chaos {
         Ok(Some(red))
     }
 
-    /// The instances stand still while the queue is emptied and deleted: RabbitMQ
-    /// confirms what reaches a queue in the moment of its deletion.
+    /// Deletes a target queue while the instances are frozen: RabbitMQ confirms messages that reach a queue in
+    /// the moment of its deletion, and those would count as lost.
     async fn delete_target(&self, whom: usize) -> anyhow::Result<()> {
         let (gone, is_gone) = oneshot::channel();
         let (back, is_back) = oneshot::channel();
@@ -321,8 +324,8 @@ impl Chaos {
         Ok(is_back.await?)
     }
 
-    /// Only when nothing is in it, unacknowledged or not: deleting a queue
-    /// loses what it holds, and that would be nobody's fault.
+    /// Deletes the intake queue once it holds no message, unacknowledged ones included: those would be lost,
+    /// and not by the service.
     async fn delete_intake(&self) -> anyhow::Result<()> {
         let _shut = self.gate.write().await;
         let deadline = Instant::now() + RECOVERING;
@@ -348,7 +351,7 @@ impl Chaos {
         timeout(PATIENCE, delete).await?
     }
 
-    /// Waits until each of them has been red; how long that took.
+    /// Waits until each of these instances has been red, and returns how long that took.
     pub async fn noticed(&self, fault: Fault, who: &[SocketAddr]) -> Duration {
         let begun = Instant::now();
         let all = join_all(who.iter().map(|address| seen(*address, false)));
@@ -388,7 +391,7 @@ impl Chaos {
     }
 }
 
-/// The way that a fault of one instance's connections lies on.
+/// The proxy that a fault in one instance's connections is set on.
 fn way_of(slot: &Slot, fault: Fault) -> &Proxy {
     match fault {
         Fault::PgCut

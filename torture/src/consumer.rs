@@ -1,4 +1,4 @@
-//! Consumers: they take what comes back, fail some of it again, and read review.
+//! Consumers: they take the messages that come back, fail some of them again, and read the review queue.
 
 use std::{
     sync::{
@@ -35,34 +35,34 @@ use crate::{
 
 const PREFETCH: u16 = 100;
 
-/// Nothing came for so long: nothing is on its way.
+/// When nothing has come for this long, nothing is on its way.
 const STILL: Duration = Duration::from_millis(200);
 
-/// How often to try to find a queue empty.
+/// How many sessions may find a queue not empty before a deletion is given up.
 const TRIES: usize = 5;
 
-/// Deletes the queue once nothing comes any more and nothing is in it, and makes
-/// it anew after a while. Whoever asks sees to it that nothing comes.
+/// Asks a consumer to delete its queue once it is empty, and to declare it again after a while. Whoever asks
+/// makes sure that nothing more is sent to it.
 pub struct Deletion {
     pub gone_for: Duration,
-    /// Told when it is gone; dropped when that could not be done.
+    /// Told when the queue is deleted; dropped when it was never empty.
     pub gone: oneshot::Sender<()>,
-    /// Told when it is there again.
+    /// Told when the queue is declared again.
     pub back: oneshot::Sender<()>,
 }
 
-/// What the campaign itself does wrong, to show that it is noticed.
+/// How many messages the consumers are to treat wrongly, to show that the campaign notices.
 #[derive(Default)]
 pub struct Tricks {
-    /// So many messages vanish from a queue.
+    /// Messages that are taken and not recorded as arrived.
     pub steal: AtomicUsize,
-    /// So many are published once more.
+    /// Messages that are published to their queue once more.
     pub copy: AtomicUsize,
-    /// So many that are done are reported once more.
+    /// Messages that are done, and are reported as failed all the same.
     pub repeat: AtomicUsize,
 }
 
-/// The consumer of one queue; connects anew when it must.
+/// The consumer of one queue, which connects again whenever its connection fails.
 pub struct Consumer {
     pub queue: &'static str,
     pub url: String,
@@ -85,7 +85,8 @@ impl Consumer {
         }
     }
 
-    /// Until the connection fails, or the queue was deleted or found not empty.
+    /// Consumes until the connection fails, or until a deletion that was asked for was done or found the queue
+    /// not empty.
     async fn session(&mut self, asked: &mut Option<(Deletion, usize)>) -> anyhow::Result<()> {
         let connection = timeout(PATIENCE, connect(&self.url)).await??;
         let channel = timeout(PATIENCE, connection.create_channel()).await??;
@@ -138,7 +139,7 @@ impl Consumer {
         Ok(())
     }
 
-    /// Notes what came, reports what fails, and only then acknowledges.
+    /// Records what came, reports what fails, and only then acknowledges.
     async fn take(
         &mut self,
         channel: &Channel,
@@ -163,7 +164,7 @@ impl Consumer {
         Ok(())
     }
 
-    /// The message, if it is to fail again.
+    /// Records a message that came back, and returns it if it is to fail again.
     async fn came_back(&self, channel: &Channel, delivery: &Delivery) -> Option<Message> {
         let header = |name: &str| {
             let headers = delivery.properties.headers().as_ref()?;

@@ -1,5 +1,5 @@
-//! `--controls`: "lost 0" means nothing until the campaign has been seen to
-//! notice loss, so it must fail with each of these, and for the right reason.
+//! `--controls`: short campaigns with a known bug each. "lost 0" means something only if the campaign is known
+//! to notice a loss, so each of these must fail, and for the right reason.
 
 use std::process::Stdio;
 
@@ -7,14 +7,14 @@ use futures::{StreamExt, stream};
 use retry_scheduler::plant::Bug;
 use tokio::process::Command;
 
-/// So many campaigns at once; each mostly waits.
+/// How many campaigns run at once; each of them mostly waits.
 const AT_ONCE: usize = 3;
 
-/// Short: what is wrong shows at once.
+/// Flags of all controls, which may be short because these bugs show at once.
 const BRIEF: &str =
     "--seed 3 --instances 2 --messages 400 --kills 0 --faults 0 --seconds 6 --brief";
 
-/// Bugs in the service, the flags to show them, and how they must be noticed.
+/// Bugs in the service, the flags of a campaign that shows them, and what that campaign must print.
 const BUGS: [(Bug, &str, &str); 10] = [
     (
         Bug::AckBeforeCommit,
@@ -52,13 +52,13 @@ const BUGS: [(Bug, &str, &str); 10] = [
     ),
 ];
 
-/// What is done behind the service's back.
+/// Flags of campaigns that do something wrong themselves, and what they must print.
 const PLANTS: [(&str, &str); 8] = [
     ("--plant lose-rows", "lost: "),
     ("--plant settle-unsent", "lost: "),
     ("--plant steal", "lost: "),
     ("--plant copy", " came twice "),
-    // Under faults that explain no duplicate.
+    // These faults explain no duplicate, so it must be noticed in spite of them.
     (
         "--plant copy --faults 3 --only leave,mq-reject",
         " came twice ",
@@ -68,7 +68,7 @@ const PLANTS: [(&str, &str); 8] = [
     ("--plant hurry", "was sent before it was due"),
 ];
 
-/// Runs them all; whether all were caught.
+/// Runs all controls, and returns whether all were caught.
 pub async fn run() -> anyhow::Result<bool> {
     let bugs = BUGS.iter().map(|(bug, flags, notice)| {
         let name = format!("{bug:?}");
@@ -101,12 +101,13 @@ struct Control {
     name: String,
     bug: Option<String>,
     flags: &'static str,
-    /// Stands in what the campaign says when it has noticed.
+    /// A part of the line that the campaign prints when it has noticed.
     notice: &'static str,
 }
 
 impl Control {
-    /// A campaign of its own, which must come to a bad verdict, and for its reason.
+    /// Runs a campaign as a process of its own, and returns whether it came to a bad verdict for the expected
+    /// reason.
     async fn run(self) -> anyhow::Result<bool> {
         let mut campaign = Command::new(std::env::current_exe()?);
         campaign

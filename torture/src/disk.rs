@@ -1,4 +1,4 @@
-//! A disk for Postgres that runs full: a tmpfs that is made too small.
+//! A disk for Postgres that can run full: a tmpfs whose size is reduced to what is on it.
 
 use std::{
     ffi::OsStr,
@@ -15,20 +15,20 @@ use tokio::time::Instant;
 
 use crate::{chaos::Chaos, fault::Fault};
 
-/// A limit only: it takes what is on it.
+/// The size of the disk. A tmpfs takes only the memory that its files need.
 const ROOM: &str = "8g";
 
-/// Says that this process may mount what it likes.
+/// The environment variable that says that this process has a mount namespace of its own.
 const APART: &str = "TORTURE_APART";
 
-/// How long Postgres may take to get up by itself, or to run out of WAL.
+/// How long Postgres may take to recover by itself, or to run out of WAL.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Mounted here, and nowhere once it is dropped.
+/// A tmpfs that is mounted at this directory, and unmounted when this is dropped.
 pub struct Disk(PathBuf);
 
-/// Goes on in a mount namespace of its own, where that is allowed: what is
-/// mounted there is gone with the last process in it, however it ended.
+/// Starts this program again in a mount namespace of its own, if that is allowed. What is mounted there
+/// disappears with the last process in it, however that ended.
 pub fn set_apart() {
     let unshare = || {
         let mut unshare = Command::new("unshare");
@@ -40,14 +40,14 @@ pub fn set_apart() {
         return;
     }
     if let Ok(own) = std::env::current_exe() {
-        // Returns only if it fails, and then nothing has changed.
+        // `exec` returns only if it fails. Then the campaign runs without a disk.
         let args = std::env::args_os().skip(1);
         let _ = unshare().arg(own).args(args).env(APART, "yes").exec();
     }
 }
 
 impl Disk {
-    /// A new one at this directory; an error where that is not allowed.
+    /// Mounts a new disk at this directory, which fails where this process may not mount.
     fn mount(at: &Path) -> anyhow::Result<Self> {
         ensure!(
             std::env::var_os(APART).is_some(),
@@ -65,8 +65,8 @@ impl Disk {
         Ok(Self(at.to_owned()))
     }
 
-    /// A disk at this directory, if a fault needs one; without those faults where
-    /// there cannot be one.
+    /// Mounts a disk at this directory if one of the faults needs it. Where that is not possible, those faults
+    /// are left out.
     pub fn for_faults(kinds: Vec<Fault>, at: &Path) -> (Vec<Fault>, Option<Self>) {
         if !kinds.iter().any(|fault| fault.fills_disk()) {
             return (kinds, None);
@@ -84,13 +84,13 @@ impl Disk {
         }
     }
 
-    /// Takes all the room there is.
+    /// Leaves no free space on the disk.
     fn fill(&self) -> anyhow::Result<()> {
         let deadline = Instant::now() + PATIENCE;
         loop {
             let disk = statvfs(&self.0)?;
             let used = (disk.blocks() - disk.blocks_free()) * disk.fragment_size();
-            // Fails if more was written meanwhile.
+            // This fails if more was written in the meantime.
             match self.resize(&used.to_string()) {
                 Err(e) if Instant::now() > deadline => return Err(e),
                 Err(_) => {}
@@ -119,8 +119,8 @@ fn mount<'a>(args: impl IntoIterator<Item = &'a OsStr>) -> anyhow::Result<()> {
 }
 
 impl Chaos {
-    /// Full until that is noticed. Postgres may have given up by then: whoever
-    /// makes room starts it again.
+    /// Keeps the disk full until an instance has noticed. Postgres may have stopped by then, and is started
+    /// again once there is room.
     pub async fn fill_disk(&self, fault: Fault) -> anyhow::Result<Option<Duration>> {
         let disk = self.disk.as_ref().context("there is no disk to fill")?;
         disk.fill()?;
@@ -136,7 +136,7 @@ impl Chaos {
     }
 }
 
-/// The segments that exist already can still be written.
+/// Fills the WAL segments that exist already, which Postgres can write without more disk space.
 fn use_up_wal(postgres: &Postgres) -> anyhow::Result<()> {
     let sql = "SELECT pg_logical_emit_message(true, 'torture', 'wal'), pg_switch_wal()";
     let deadline = Instant::now() + PATIENCE;

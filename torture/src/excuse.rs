@@ -10,22 +10,22 @@ use tokio::time::Instant;
 
 use crate::{fault::Fault, instance::LONGEST_TURN, ledger::Arrival};
 
-/// What was published is with its consumer after this, once RabbitMQ works.
+/// Once RabbitMQ works, a published message is with its consumer within this time.
 const LAG: Duration = Duration::from_secs(2);
 
-/// A fault that has happened.
+/// A fault that has happened, and when.
 #[derive(Clone, Copy, Debug)]
 pub struct Record {
     pub fault: Fault,
-    /// The one instance it hit; `None` for all.
+    /// The instance that was hit; `None` for all of them.
     pub whom: Option<usize>,
     pub begun: Instant,
-    /// When the service had recovered; a death is over at once.
+    /// When the instances had recovered. A death is over at once.
     pub ended: Instant,
 }
 
 impl Record {
-    /// An instance has just died, and was noticed to.
+    /// A record of an instance that has died within the last second.
     pub fn of_death(fault: Fault, whom: usize) -> Self {
         let ended = Instant::now();
         Self {
@@ -36,9 +36,10 @@ impl Record {
         }
     }
 
-    /// Whether it may have kept the first one from being settled.
+    /// Whether this fault may have kept the publish of the first arrival from being settled, so that there was
+    /// a second.
     pub fn sent_twice(&self, first: &Arrival, second: &Arrival) -> bool {
-        // What was held up on its way may come second.
+        // The message that was published first may have been held up and have arrived second.
         let senders = [first.from, second.from];
         let hit = |sender: &Option<usize>| sender.is_none() || *sender == self.whom;
         self.fault.breaks_settling()
@@ -48,7 +49,7 @@ impl Record {
             && self.ended + LAG >= first.at
     }
 
-    /// Whether it may have kept a failure sent at `sent` from being acked.
+    /// Whether this fault may have kept a failure that was reported at `sent` from being acknowledged.
     pub fn taken_twice(&self, sent: Instant, seen: Instant) -> bool {
         self.fault.breaks_acking() && self.begun <= seen && self.ended + LAG >= sent
     }
@@ -59,11 +60,12 @@ impl Fault {
     fn breaks_settling(self) -> bool {
         !matches!(
             self,
-            // These finish what is in hand, or concern nothing that was sent.
+            // An instance that leaves, be it for another clock, settles what it has published first. The other two
+            // do not concern what was published.
             Self::Leave | Self::ClockSkew | Self::IntakeGone | Self::MqReject
-            // Committed, though nobody heard of it.
+            // The settling was committed; only the answer was lost.
             | Self::PgCommitLost
-            // The consumers' connection: the publishers' is another.
+            // This breaks the connection that consumes, and messages are published on another.
             | Self::MqAckUnsent
         )
     }
@@ -81,7 +83,7 @@ impl Fault {
         )
     }
 
-    /// Whether an instance dies of it. Such a fault is a moment, and is recorded then.
+    /// Whether an instance dies of it. Such a fault has no duration, and is recorded when it happens.
     pub fn is_death(self) -> bool {
         self == Self::Kill || self.point().is_some()
     }

@@ -1,4 +1,4 @@
-//! The faults there are, and which come when: that follows from the seed.
+//! All faults, and the plan of a campaign: which faults happen in which order follows from the seed.
 
 use clap::ValueEnum;
 use fastrand::Rng;
@@ -118,7 +118,7 @@ impl Fault {
         matches!(self, Self::PgFullData | Self::PgFullWal)
     }
 
-    /// Where an instance dies, for the faults that are failpoints.
+    /// The failpoint at which an instance kills itself, for faults that are such a death.
     pub fn point(self) -> Option<Point> {
         Some(match self {
             Self::DieBeforeIntakeCommit => Point::BeforeIntakeCommit,
@@ -135,8 +135,8 @@ impl Fault {
         })
     }
 
-    /// Where the connection is cut, for the faults that wait for their moment.
-    /// AMQP's methods are known by class 60 and their number.
+    /// What the proxy waits for before it breaks the connection, for faults that need a certain moment. In AMQP
+    /// a method is recognised by the number of its class, here 60 (basic), and its own.
     pub fn trap(self) -> Option<Trap> {
         const PUBLISH: [u8; 4] = [0, 60, 0, 40];
         const ACK: [u8; 4] = [0, 60, 0, 80];
@@ -151,16 +151,16 @@ impl Fault {
     }
 }
 
-/// A fault, and a number by which whoever it hits is chosen.
+/// A fault that will happen.
 #[derive(Clone, Copy, Debug)]
 pub struct Planned {
     pub fault: Fault,
     pub whom: usize,
-    /// Milliseconds before it.
+    /// Milliseconds to wait before it.
     pub pause: u64,
 }
 
-/// `count` faults of `kinds`: each kind once in random order, then again.
+/// Plans `count` faults: each of `kinds` once in random order, then each again in another order.
 pub fn plan(seed: u64, kinds: &[Fault], count: usize) -> Vec<Planned> {
     let mut random = Rng::with_seed(seed);
     let mut plan = Vec::with_capacity(count);

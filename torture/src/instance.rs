@@ -1,4 +1,4 @@
-//! Instances of the real binary, each with a way of its own to both services.
+//! Instances of the real binary, each with proxies of its own to Postgres and RabbitMQ.
 
 use std::{
     fs::File,
@@ -23,13 +23,13 @@ use tokio::{
 
 use crate::message::{INTAKE, REVIEW};
 
-/// The database of all instances.
+/// The database that all instances share.
 pub const DATABASE: &str = "torture";
 
-/// What instances call themselves, before their numbers.
+/// The `SERVICE_NAME` of an instance is this and its number.
 pub const SERVICE: &str = "torture-";
 
-/// Time-outs so short that a fault can outlast every one of them.
+/// The settings of all instances. The time-outs are so short that a fault can outlast each of them.
 const SETTINGS: [(&str, &str); 11] = [
     ("HTTP_HOST", "127.0.0.1"),
     ("RETRY_QUEUE", INTAKE),
@@ -44,35 +44,36 @@ const SETTINGS: [(&str, &str); 11] = [
     ("LOG_FORMAT", "json"),
 ];
 
-/// Attempt by attempt the wait doubles, from this to that; jitter only adds.
+/// The wait before the first retry, which doubles with each further one up to [`MAX_DELAY`]. Jitter only adds
+/// to it.
 pub const BASE_DELAY: Duration = Duration::from_millis(300);
 pub const MAX_DELAY: Duration = Duration::from_secs(2);
 
-/// No transaction that publishes is open for longer: confirms, the statement
-/// that settles, and COMMIT each have a time-out.
+/// No transaction that publishes is open for longer than this: waiting for confirms, the statement that
+/// settles, and COMMIT have a time-out of 2 s each.
 pub const LONGEST_TURN: Duration = Duration::from_secs(6);
 
-/// Longer than any of the time-outs, and than the sum of any two.
+/// Longer than any of the time-outs of 2 s, and than the sum of any two.
 pub const PAST_TIMEOUTS: Duration = Duration::from_millis(4500);
 
 /// How long instances may take to become ready, the migrations included.
 const STARTING: Duration = Duration::from_secs(60);
 
-/// How long a clean stop may take: the shutdown's deadline and a bit.
+/// How long a clean stop may take: `SHUTDOWN_TIMEOUT_MS` and some time for the machine.
 const LEAVING: Duration = Duration::from_secs(10);
 
-/// One place for an instance: what runs there changes, its ways stay.
+/// A place for an instance. The process in it is replaced whenever it dies; its proxies, address and log stay.
 pub struct Slot {
     pub postgres: Proxy,
     pub rabbitmq: Proxy,
-    /// Settings beside the usual ones, which they win over.
+    /// Settings that replace or complement the usual ones.
     pub settings: Vec<(&'static str, String)>,
     database_url: String,
     rabbitmq_url: String,
     number: usize,
     binary: PathBuf,
     log: PathBuf,
-    /// The file that tells the instance where to die.
+    /// The file in which the instance is told at which failpoint to kill itself.
     order: PathBuf,
     address: SocketAddr,
     child: Option<Child>,
@@ -103,13 +104,12 @@ impl Slot {
         })
     }
 
-    /// Starts an instance here.
     pub fn start(&mut self) -> anyhow::Result<()> {
         self.launch([])
     }
 
-    /// Starts one whose clock is off by so much, as libfaketime spells it. Only
-    /// the time of day: timers go on as they are.
+    /// Starts an instance whose time of day is off by `offset`, in the notation of libfaketime. Its timers are
+    /// not affected.
     pub fn start_with_clock(&mut self, library: &Path, offset: &str) -> anyhow::Result<()> {
         let library = library.to_str().context("the path of libfaketime")?;
         self.launch([
@@ -127,7 +127,7 @@ impl Slot {
             .envs(SETTINGS)
             .envs(self.settings.iter().cloned())
             .envs(std::env::var("RETRY_PLANT").map(|bug| ("RETRY_PLANT", bug)))
-            // Measured for coverage or not: one that is killed leaves half a file.
+            // When coverage is measured, an instance that is killed would leave a damaged profile behind.
             .env("LLVM_PROFILE_FILE", "/dev/null")
             .env("RETRY_DIE_AT", &self.order)
             .env("SERVICE_NAME", format!("{SERVICE}{}", self.number))
@@ -155,8 +155,8 @@ impl Slot {
         Ok(())
     }
 
-    /// Tells it to kill itself at the given passing of a point, and waits until it
-    /// has; `false` when it does not come there in time.
+    /// Tells the instance to kill itself when it passes a failpoint for the given time, and waits until it has.
+    /// Returns `false` if it does not get there in time.
     pub async fn die_at(
         &mut self,
         point: Point,
@@ -165,7 +165,8 @@ impl Slot {
     ) -> anyhow::Result<bool> {
         let child = self.child.as_mut();
         let child = child.with_context(|| format!("instance {} does not run", self.number))?;
-        // It may look at any time, and must see all of it.
+        // The instance may read the file at any time, so it must appear complete: write another, then rename
+        // it.
         let draft = self.order.with_extension("draft");
         std::fs::write(&draft, format!("{point:?} {passing}"))?;
         std::fs::rename(&draft, &self.order)?;
@@ -184,7 +185,7 @@ impl Slot {
         Ok(true)
     }
 
-    /// SIGTERM; it must end cleanly and in time.
+    /// Sends SIGTERM, after which the instance must stop cleanly and in time.
     pub async fn leave(&mut self) -> anyhow::Result<()> {
         self.signal(Signal::SIGTERM)?;
         if let Some(mut child) = self.child.take() {
@@ -212,13 +213,13 @@ impl Slot {
         Ok(kill(Pid::from_raw(i32::try_from(self.pid()?)?), signal)?)
     }
 
-    /// Of the instance that runs here.
+    /// The process id of the running instance.
     pub fn pid(&self) -> anyhow::Result<u32> {
         let pid = self.child.as_ref().and_then(Child::id);
         pid.with_context(|| format!("instance {} does not run", self.number))
     }
 
-    /// An instance that ended by itself has failed, whatever the fault.
+    /// Fails if the instance has ended by itself, which no fault may make it do.
     pub fn ensure_alive(&mut self) -> anyhow::Result<()> {
         if let Some(child) = &mut self.child
             && let Some(status) = child.try_wait()?

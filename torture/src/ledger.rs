@@ -1,4 +1,4 @@
-//! What the producers and consumers saw, and the verdict on it.
+//! What the producers sent and the consumers received, and the verdict on it.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -18,14 +18,14 @@ use crate::{
     message::{Conduct, Message},
 };
 
-/// One coming back, to its queue or to review.
+/// One delivery of a message to the consumer of its queue, or of the review queue.
 #[derive(Clone, Copy, Debug)]
 pub struct Arrival {
     /// `x-retry-count`; `None` in review.
     count: Option<i32>,
-    /// The instance that sent it back, where it says so.
+    /// The instance that published it, by the header `x-retry-scheduler`.
     pub from: Option<usize>,
-    /// RabbitMQ says that it handed it out before.
+    /// Whether RabbitMQ says that it may have delivered this before.
     redelivered: bool,
     pub at: Instant,
 }
@@ -34,9 +34,9 @@ pub struct Arrival {
 #[derive(Default)]
 struct Entry {
     attempted: bool,
-    /// When each failure was sent, whether it arrived or not.
+    /// When each failure was reported, whether the report arrived or not.
     reports: Vec<Instant>,
-    /// When the last failure that RabbitMQ confirmed was sent.
+    /// When the last report that RabbitMQ confirmed was sent.
     confirmed: Option<Instant>,
     arrivals: Vec<Arrival>,
 }
@@ -49,16 +49,16 @@ pub struct Ledger {
     arrivals: AtomicUsize,
 }
 
-/// How it ended.
+/// The result of a campaign.
 #[derive(Debug, Default)]
 pub struct Verdict {
     pub attempted: usize,
     pub confirmed: usize,
     pub lost: Vec<String>,
     pub duplicated: usize,
-    /// Duplicates for want of a confirm in time, with no fault near.
+    /// Duplicates of messages that RabbitMQ confirmed too late, without a fault.
     pub slow: usize,
-    /// Duplicates without a fault that explains them; unexpected as well.
+    /// Duplicates that no fault explains. They are also among `unexpected`.
     pub unexplained: usize,
     pub unexpected: Vec<String>,
     pub over_bound: Vec<String>,
@@ -84,20 +84,21 @@ impl Ledger {
         lock(&self.entries)[message.number].attempted = true;
     }
 
-    /// A failure of it is about to be sent.
+    /// Records that a failure of this message is about to be reported.
     pub fn reported(&self, message: Message) {
         lock(&self.entries)[message.number]
             .reports
             .push(Instant::now());
     }
 
-    /// RabbitMQ has confirmed a failure that was sent at `sent`.
+    /// Records that RabbitMQ has confirmed the report that was sent at `sent`.
     pub fn confirmed(&self, message: Message, sent: Instant) {
         let confirmed = &mut lock(&self.entries)[message.number].confirmed;
         *confirmed = Some(confirmed.map_or(sent, |before| before.max(sent)));
     }
 
-    /// It came back to its queue (`count`), or to review (`None`).
+    /// Records that a message came back to its queue as retry `count`, or to the review queue if that is
+    /// `None`.
     pub fn arrived(
         &self,
         message: Message,
@@ -122,24 +123,24 @@ impl Ledger {
         lock(&self.unexpected).push(what);
     }
 
-    /// A fault is over.
+    /// Records a fault that is over.
     pub fn fault(&self, record: Record) {
         lock(&self.faults).push(record);
     }
 
-    /// How much came back so far.
+    /// How many deliveries there were so far.
     pub fn arrivals(&self) -> usize {
         self.arrivals.load(Ordering::Relaxed)
     }
 
-    /// Confirmed, and not back since.
+    /// The messages that have not come back since their last confirmed report.
     pub fn under_way(&self) -> Vec<Message> {
         let entries = lock(&self.entries);
         let open = entries.iter().enumerate().filter(|(_, e)| e.is_open());
         open.map(|(number, _)| Message { number }).collect()
     }
 
-    /// Attempted and confirmed so far.
+    /// How many messages were attempted and how many confirmed, so far.
     pub fn counts(&self) -> (usize, usize) {
         let entries = lock(&self.entries);
         (
@@ -148,8 +149,8 @@ impl Ledger {
         )
     }
 
-    /// Judges. `live` are the messages that wait in a row; `unconfirmed` those,
-    /// with their retry, that RabbitMQ did not confirm in time.
+    /// Comes to a verdict. `live` are the messages that wait in a row; `unconfirmed` are messages and retries
+    /// that RabbitMQ did not confirm in time.
     pub fn judge(&self, live: &HashSet<usize>, unconfirmed: &HashSet<(usize, i32)>) -> Verdict {
         let (attempted, confirmed) = self.counts();
         let mut verdict = Verdict {
@@ -211,8 +212,8 @@ impl Entry {
         self.judge_doubles(number, faults, unconfirmed, verdict);
     }
 
-    /// The same retry twice, or more retries than there were failures: only
-    /// where a fault explains it.
+    /// Looks for a retry that came twice, and for more retries than there were failures. Both are expected only
+    /// if a fault explains them.
     fn judge_doubles(
         &self,
         number: usize,
@@ -234,13 +235,13 @@ impl Entry {
                 && !sent_twice
                 && unconfirmed.contains(&(number, count))
             {
-                // No fault of ours, but a machine too busy to answer in time.
+                // No fault caused this: the machine was too busy to confirm in time.
                 verdict.slow += 1;
                 sent_twice = true;
             }
             let (which, explained) = match (arrival.count, self.reports.last()) {
                 (Some(count), _) => (format!("as retry {count}"), sent_twice),
-                // Its consumer failed one retry twice: the second is late.
+                // Its consumer failed one retry twice, and the second report is in review as `late`.
                 (None, _) if failed_as_often => continue,
                 (None, sent) => {
                     let sent = sent.copied().unwrap_or(before.at);
@@ -271,8 +272,8 @@ impl Entry {
     }
 }
 
-/// What passes at least before something comes back as retry `count`: jitter
-/// only adds, and an attempt that finds no queue waits as well.
+/// The shortest time after which a message can come back as retry `count`. Jitter only adds to it, and so does
+/// a retry that finds no queue.
 fn least_wait(count: i32) -> Duration {
     (0..count.clamp(0, 16))
         .map(|attempt| (BASE_DELAY * (1 << attempt)).min(MAX_DELAY))

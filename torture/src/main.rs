@@ -1,8 +1,13 @@
 //! `cargo dev torture`: is anything ever lost?
 //!
-//! Producers with confirms, instances of the real binary, a Postgres and a
-//! RabbitMQ of its own, and faults. In the end every message that was confirmed
-//! to a producer must be back in its queue, in review, or in a row that waits.
+//! A campaign starts a Postgres, a RabbitMQ and instances of the real binary, and sends them messages while faults
+//! happen. In the end every message that RabbitMQ confirmed to a producer must be back in its queue, in review, or in a
+//! row that waits.
+//!
+//! In reading order: [`campaign`] is the whole of it; [`message`] is what is sent, by the producers in [`post`], to the
+//! [`consumer`]s; [`fault`] lists the faults, which [`chaos`], [`ambush`], [`disk`] and [`promote`] carry out on each
+//! [`instance`]; [`ledger`], [`excuse`] and [`rows`] come to the verdict. [`plant`] and [`controls`] show that the verdict
+//! can be a bad one. [`steady`](mod@steady) is a load without faults.
 
 mod ambush;
 mod campaign;
@@ -162,7 +167,7 @@ async fn main() -> ExitCode {
     }
 }
 
-/// Whether all is well; `None` when it was interrupted.
+/// Runs a campaign, and returns whether nothing was wrong; `None` if it was interrupted.
 async fn torture(
     args: &Args,
     logs: &Path,
@@ -194,7 +199,7 @@ async fn torture(
     Ok(Some(verdict.is_good()))
 }
 
-/// The same, of a steady load.
+/// Runs a steady load, and returns the same.
 async fn steady(
     args: &Args,
     time: Duration,
@@ -235,7 +240,7 @@ async fn steady(
     Ok(Some(outcome.is_good()))
 }
 
-/// What is wrong, if something is.
+/// Prints what is wrong.
 fn list(verdict: &Verdict) {
     let bad = [
         ("lost", &verdict.lost),

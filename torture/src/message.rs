@@ -1,4 +1,4 @@
-//! What is sent: everything about the `n`th message follows from its number.
+//! The messages of a campaign. Everything about a message follows from its number.
 
 use prost::Message as _;
 use retry_scheduler::wire::proto::RetryMessage;
@@ -8,20 +8,19 @@ pub const INTAKE: &str = "torture.retry.scheduled";
 pub const REVIEW: &str = "torture.manual-review.pending";
 pub const TARGETS: [&str; 3] = ["torture.one", "torture.two", "torture.three"];
 
-/// What its consumer makes of it.
+/// What the consumer does with a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Conduct {
-    /// Done when it comes back.
+    /// It is done when it comes back.
     Succeeds,
-    /// Fails when it comes back for the first time.
+    /// It fails when it comes back for the first time.
     FailsOnce,
-    /// Fails until it is in review.
+    /// It fails until it is in review.
     FailsAlways,
-    /// No RetryMessage at all: to review at once.
+    /// It is no RetryMessage, and goes to review at once.
     Garbage,
 }
 
-/// One message of the campaign.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Message {
     pub number: usize,
@@ -49,7 +48,7 @@ impl Message {
         if self.number.is_multiple_of(2) { 3 } else { 5 }
     }
 
-    /// Begins with its number; up to 2 KiB.
+    /// A payload of up to 2 KiB that contains the number.
     pub fn payload(self) -> Vec<u8> {
         let filler = self.id().as_u128().to_le_bytes();
         let mut payload = format!("garbage? {} ", self.number).into_bytes();
@@ -59,7 +58,7 @@ impl Message {
         payload
     }
 
-    /// Whose payload this is, if it is whole.
+    /// The message that has this payload; `None` if the payload is damaged.
     pub fn of_payload(payload: &[u8]) -> Option<Self> {
         let number = payload.splitn(3, |b| *b == b' ').nth(1)?;
         let number = std::str::from_utf8(number).ok()?.parse().ok()?;
@@ -67,7 +66,7 @@ impl Message {
         (payload == message.payload()).then_some(message)
     }
 
-    /// What its producer, or its consumer, says of its failure. It never counts.
+    /// The body with which its producer or its consumer reports a failure. It leaves counting to the service.
     pub fn report(self, error: &str) -> Vec<u8> {
         if self.conduct() == Conduct::Garbage {
             return self.payload();

@@ -1,4 +1,4 @@
-//! Negative controls: what the campaign does wrong on purpose must be noticed.
+//! Things that the campaign itself does wrong on purpose, and must notice.
 
 use std::{
     sync::{Arc, atomic::Ordering},
@@ -30,7 +30,7 @@ pub enum Plant {
 }
 
 impl Plant {
-    /// Does it as soon as there is something to do it to.
+    /// Does it as soon as there are rows or messages to do it to.
     pub async fn grow(self, rows: Arc<Rows>, tricks: Arc<Tricks>) {
         let sql = match self {
             Self::LoseRows => {

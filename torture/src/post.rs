@@ -1,4 +1,4 @@
-//! Producers: they report failures with confirms, and say only what was confirmed.
+//! Producers: they report failures, and record which reports RabbitMQ confirmed.
 
 use std::{
     collections::HashSet,
@@ -22,17 +22,17 @@ use crate::{
     message::{INTAKE, Message},
 };
 
-/// How long to wait for RabbitMQ before trying anew.
+/// How long to wait for RabbitMQ before connecting again.
 pub const PATIENCE: Duration = Duration::from_secs(5);
 
-/// How many reports are under way at once.
+/// How many reports are published before their confirms are waited for.
 const CHUNK: usize = 20;
 
-/// A connection to report failures on, made anew when it fails.
+/// A connection on which failures are reported, and which is replaced when it fails.
 pub struct Post {
     url: String,
     ledger: Arc<Ledger>,
-    /// Held for writing, nobody reports: for faults that would lose reports.
+    /// Reporting takes this for reading. A fault that would lose reports takes it for writing.
     gate: Arc<RwLock<()>>,
     open: Option<(Connection, Channel)>,
 }
@@ -47,7 +47,7 @@ impl Post {
         }
     }
 
-    /// Connects, unless it is connected as far as it knows.
+    /// Connects, unless there is a connection that is not known to have failed.
     async fn open(&mut self) -> anyhow::Result<()> {
         if self.open.is_none() {
             self.open = Some(timeout(PATIENCE, open(&self.url)).await??);
@@ -55,8 +55,8 @@ impl Post {
         Ok(())
     }
 
-    /// Reports failures; the ledger is told what RabbitMQ confirmed. An error
-    /// when that is not all.
+    /// Reports failures, and tells the ledger which reports RabbitMQ confirmed. It is an error if those are not
+    /// all.
     pub async fn report(&mut self, messages: &[Message], error: &str) -> anyhow::Result<()> {
         let gate = self.gate.clone();
         let _passed = gate.read().await;
@@ -81,7 +81,7 @@ impl Post {
                 _ => break,
             }
         }
-        // A return may sit on another one's confirm.
+        // lapin may attach the return of one message to the confirm of another, so look at all of them first.
         let mut acked = Vec::with_capacity(confirms.len());
         let mut returned = HashSet::new();
         let deadline = sent + PATIENCE;
@@ -109,19 +109,19 @@ impl Post {
     }
 }
 
-/// A connection of the sender's own, and a channel with confirms.
+/// Connects, and opens a channel with confirms.
 pub async fn open(url: &str) -> anyhow::Result<(Connection, Channel)> {
     let connection = connect(url).await?;
     let channel = amqp::confirming_channel(&connection).await?;
     Ok((connection, channel))
 }
 
-/// A connection of the campaign's own, past all proxies.
+/// Connects to RabbitMQ directly, not through a proxy.
 pub async fn connect(url: &str) -> anyhow::Result<Connection> {
     amqp::connect(url, "campaign").await
 }
 
-/// Spreads the messages over the time, and over the faults.
+/// Spreads the messages over the time and over the faults of a campaign.
 pub struct Pace {
     pub messages: usize,
     pub begun: Instant,
@@ -141,7 +141,7 @@ impl Pace {
         }
     }
 
-    /// One fault is over.
+    /// Allows the messages that belong to the next fault to be sent.
     pub fn step(&self) {
         self.done.fetch_add(1, Ordering::Relaxed);
     }
@@ -155,7 +155,7 @@ impl Pace {
     }
 }
 
-/// One of several producers: every `of`th message is its own. What was not
+/// Runs one of several producers, which sends every `of`th message from `first` on. A report that was not
 /// confirmed is not sent again.
 pub async fn produce(
     mut post: Post,

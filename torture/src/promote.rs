@@ -7,7 +7,8 @@ use devstack::Stack;
 use crate::{chaos::Chaos, fault::Fault};
 
 impl Chaos {
-    /// The standby is there only for this: nothing else has to care for two.
+    /// Makes a standby, kills Postgres, and promotes the standby. No other fault has a standby, and so none has
+    /// to treat two.
     pub async fn promote(&self, fault: Fault) -> anyhow::Result<Option<Duration>> {
         let standby = self.do_to(|s| s.postgres.standby()).await?;
         let kill = |s: &Stack| s.postgres.kill();

@@ -1,4 +1,4 @@
-//! What Postgres says: which messages wait, and whether the history is sound.
+//! What is in Postgres: which messages wait, and whether the history is consistent.
 
 use std::collections::HashSet;
 
@@ -7,10 +7,10 @@ use sqlx::{PgPool, postgres::PgPoolOptions};
 
 use crate::{instance::MAX_DELAY, ledger::Verdict, message::Message};
 
-/// Looks at the rows past all proxies.
+/// The campaign's own connections to the instances' database.
 pub struct Rows(PgPool);
 
-/// History that must not be, with the rule it breaks.
+/// Queries that find history which must not exist, each with what is wrong about it.
 const UNSOUND: [(&str, &str); 4] = [
     (
         "one retry was settled twice",
@@ -41,7 +41,7 @@ const UNSOUND: [(&str, &str); 4] = [
     ),
 ];
 
-/// The same, where no history is too old to be kept.
+/// The same, for runs that end before old events are removed.
 const UNSOUND_IN_WHOLE: (&str, &str) = (
     "the history does not follow on itself",
     "SELECT format('task %s at event %s: %s after %s', task_id, id, from_status, before) FROM (
@@ -75,8 +75,8 @@ impl Rows {
         Ok(messages.map(|m| m.number).collect())
     }
 
-    /// Publishes that RabbitMQ did not confirm in time, by message and retry: it
-    /// may deliver them all the same. Only they stand back without jitter.
+    /// The publishes that RabbitMQ did not confirm in time, by message and retry; it may deliver them all the
+    /// same. They are recognised by their delay, which is the only one without jitter.
     pub async fn unconfirmed(&self) -> anyhow::Result<HashSet<(usize, i32)>> {
         let sql = "SELECT q.original_payload, e.retry_count + 1
                    FROM retry_events e JOIN retry_queue q ON q.id = e.task_id
@@ -89,7 +89,7 @@ impl Rows {
         Ok(found.iter().filter_map(of).collect())
     }
 
-    /// Adds what is wrong with the history, which is there as a `whole` or in part.
+    /// Adds what is wrong with the history to a verdict. `whole` says that no event has been removed yet.
     pub async fn judge(&self, verdict: &mut Verdict, whole: bool) -> anyhow::Result<()> {
         let in_whole = whole.then_some(UNSOUND_IN_WHOLE);
         for (rule, sql) in UNSOUND.into_iter().chain(in_whole) {
@@ -105,15 +105,14 @@ impl Rows {
         Ok(())
     }
 
-    /// How many connections the service has.
+    /// How many connections the instances have.
     pub async fn connections(&self) -> anyhow::Result<f64> {
         let sql =
             "SELECT count(*)::float8 FROM pg_stat_activity WHERE application_name LIKE 'torture-%'";
         Ok(sqlx::query_scalar(sql).fetch_one(&self.0).await?)
     }
 
-    /// Rows that wait; live and dead tuples; megabytes of tables, of what is kept
-    /// beside them, and of indexes.
+    /// Pending rows; live and dead tuples; megabytes of tables, of TOAST, and of indexes.
     pub async fn sizes(&self) -> anyhow::Result<[f64; 6]> {
         let sql = "
             SELECT ARRAY[(SELECT count(*) FROM retry_queue WHERE status = 'pending'),
@@ -126,7 +125,7 @@ impl Rows {
         sizes.try_into().ok().context("six figures")
     }
 
-    /// Does something to a few rows behind the service's back; to how many.
+    /// Changes a few rows behind the service's back, and returns how many.
     pub async fn spoil(&self, sql: &'static str) -> anyhow::Result<u64> {
         Ok(sqlx::query(sql).execute(&self.0).await?.rows_affected())
     }

@@ -1,4 +1,4 @@
-//! The producer and the consumers of a steady load. Nothing disturbs them: what fails ends the run.
+//! The producer and the consumers of a steady load. Nothing disturbs them, so any error of theirs ends the run.
 
 use std::{
     sync::Arc,
@@ -26,15 +26,15 @@ use crate::{
     post::open,
 };
 
-/// Where the DLX of [`LETTERS`] passes them on.
+/// The queue to which messages rejected from [`LETTERS`] are dead-lettered.
 pub const DEAD_LETTERS: &str = "torture.dead-letters";
 
 const PREFETCH: u16 = 200;
 
-/// How often the producer sends what is due by its rate.
+/// How often the producer sends the messages that are due.
 const TICK: Duration = Duration::from_millis(50);
 
-/// Publishes all of them, and waits until all are confirmed.
+/// Publishes messages, and waits until RabbitMQ has confirmed all of them.
 async fn publish(channel: &Channel, messages: Vec<(&str, Parcel, Vec<u8>)>) -> anyhow::Result<()> {
     let mandatory = BasicPublishOptions {
         mandatory: true,
@@ -57,7 +57,7 @@ async fn publish(channel: &Channel, messages: Vec<(&str, Parcel, Vec<u8>)>) -> a
     Ok(())
 }
 
-/// Sends `rate` parcels a second for so long.
+/// Sends `rate` parcels a second for `time`.
 pub async fn produce(
     url: String,
     oracle: Arc<Oracle>,
@@ -86,7 +86,7 @@ pub async fn produce(
     Ok(())
 }
 
-/// The consumer of one queue, until it is dropped.
+/// Consumes one queue until this future is dropped.
 pub async fn consume(url: String, queue: &'static str, oracle: Arc<Oracle>) -> anyhow::Result<()> {
     let (_connection, channel) = open(&url).await?;
     declare(&channel, queue).await?;
@@ -142,7 +142,7 @@ fn retries(delivery: &Delivery) -> Option<i32> {
     headers.inner().get("x-retry-count")?.as_long_int()
 }
 
-/// What to report, if it fails again.
+/// Records a parcel that came back. If it is to fail again, returns it and the report of that.
 fn came_back(oracle: &Oracle, queue: &str, delivery: &Delivery) -> Option<(Parcel, Vec<u8>)> {
     let parcel = Parcel::of_payload(&delivery.data);
     let (Some(parcel), Some(count)) = (parcel, retries(delivery)) else {

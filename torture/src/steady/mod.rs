@@ -1,9 +1,8 @@
 //! `--steady`: hours of ordinary work. Does anything grow?
 //!
-//! No faults: instances of the real binary get a mix of everything that a
-//! message can be, at one rate, with so short a retention that what is old is
-//! removed meanwhile. Then memory, connections and tables must stay as they
-//! are, and every message must come back as often as its fate says, and no more.
+//! Instances of the real binary get a mix of every kind of message at a constant rate, and nothing disturbs them.
+//! Because the retention is so short that rows and events are removed all the time, memory, connections and tables must
+//! not grow. Every message must come back exactly as often as its [`Fate`](parcel::Fate) says.
 
 mod load;
 mod oracle;
@@ -36,13 +35,13 @@ use oracle::Oracle;
 use parcel::{LETTERS, LONGEST_MS};
 use sample::Samples;
 
-/// `DATABASE_POOL_SIZE`.
+/// The `DATABASE_POOL_SIZE` of each instance.
 const POOL: u32 = 8;
 
-/// Nothing is asked to wait longer than a minute.
+/// How long the last messages may take to come back. No producer asks for a wait of more than a minute.
 const SETTLING: Duration = Duration::from_secs(180);
 
-/// How it went: the messages, and the figures.
+/// The result of a steady load: the verdict on the messages, and on the figures that were measured.
 pub struct Outcome {
     pub verdict: Verdict,
     pub figures: Vec<String>,
@@ -55,7 +54,7 @@ impl Outcome {
     }
 }
 
-/// A load of so many parcels a second on the service, for so long.
+/// A steady load, and everything that runs for it.
 pub struct Steady {
     stack: Arc<Stack>,
     slots: Vec<Mutex<Slot>>,
@@ -100,7 +99,7 @@ impl Steady {
         })
     }
 
-    /// Produces and measures until the time is over and everything is back.
+    /// Produces and measures until the time is over and every message has come back.
     pub async fn run(&mut self) -> anyhow::Result<Outcome> {
         let mut samples = Samples::new(self.slots.len(), POOL);
         let url = self.stack.rabbitmq.url();
@@ -132,7 +131,7 @@ impl Steady {
         })
     }
 
-    /// Until this moment, unless something ends that must not.
+    /// Waits until this moment. Fails if an instance, a producer or a consumer ends before.
     async fn pause(&mut self, begun: Instant, until: Instant) -> anyhow::Result<()> {
         while Instant::now() < until {
             for slot in &self.slots {
@@ -147,14 +146,14 @@ impl Steady {
         Ok(())
     }
 
-    /// Waits until everything is back; then the instances must stop cleanly.
+    /// Waits until every message has come back; then the instances must stop cleanly.
     async fn settle(&mut self) -> anyhow::Result<()> {
         let begun = Instant::now();
         while self.oracle.open() > 0 && begun.elapsed() < SETTLING {
             self.pause(begun, Instant::now() + Duration::from_secs(1))
                 .await?;
         }
-        // What came twice may come a moment later.
+        // A duplicate may arrive a moment after the original.
         sleep(Duration::from_secs(3)).await;
         let waiting = self.rows.waiting().await?;
         if waiting > 0 {
@@ -171,27 +170,27 @@ impl Steady {
     pub async fn end(mut self) {
         self.work.shutdown().await;
         drop(self.slots);
-        // Stopping the services blocks.
+        // Dropping the stack stops Postgres and RabbitMQ, which blocks.
         let _ = spawn_blocking(move || drop(self.stack)).await;
     }
 }
 
-/// How long what has ended is kept: a twentieth of the time.
+/// How long rows are kept after their end: a twentieth of the time.
 fn retention(time: Duration) -> Duration {
     (time / 20).clamp(Duration::from_secs(10), Duration::from_secs(600))
 }
 
-/// Longer than any row that they are about.
+/// How long events are kept: longer than any row that they are about.
 fn retention_of_events(time: Duration) -> Duration {
     2 * retention(time) + Duration::from_millis(LONGEST_MS)
 }
 
-/// Until then everything has to grow.
+/// How long the tables grow, because nothing in them is old enough to be removed.
 fn warm_up(time: Duration) -> Duration {
     retention_of_events(time) + Duration::from_secs(10)
 }
 
-/// The usual time-outs: a busy machine is no fault here.
+/// The settings of a steady load. Its time-outs are the defaults, because a busy machine is no fault here.
 fn settings(time: Duration) -> Vec<(&'static str, String)> {
     let hours = |time: Duration| (time.as_secs_f64() / 3600.0).to_string();
     vec![
@@ -210,7 +209,7 @@ fn settings(time: Duration) -> Vec<(&'static str, String)> {
     ]
 }
 
-/// How far it is, on a terminal.
+/// Draws how much of the time has passed, if stderr is a terminal.
 fn bar(elapsed: Duration, whole: Duration) {
     if std::io::stderr().is_terminal() {
         let percent = elapsed.min(whole).as_millis() * 100 / whole.as_millis();

@@ -1,4 +1,4 @@
-//! What came back of a steady load, in two bytes a parcel.
+//! Which parcels of a steady load have come back, in two bytes for each.
 
 use std::sync::{
     Mutex,
@@ -10,23 +10,23 @@ use testkit::lock;
 use super::parcel::{Parcel, REVIEWED};
 use crate::ledger::Verdict;
 
-/// More than anybody reads.
+/// How many unexpected things are kept, which is more than anybody reads.
 const TOLD: usize = 1000;
 
-/// Nothing goes wrong in a steady load: each parcel has one course, and comes
-/// back as what it says once each, or something is not as it should be.
+/// Knows how each parcel must come back. Because nothing is disturbed in a steady load, there is exactly one
+/// course for each, and everything else is unexpected.
 #[derive(Default)]
 pub struct Oracle {
-    /// As what each parcel came back: see [`Parcel::course`].
+    /// By number of the parcel, the bits of [`Parcel::course`] that have come back.
     came: Mutex<Vec<u16>>,
-    /// How many have not come back as often as they must.
+    /// How many parcels have not completed their course.
     open: AtomicUsize,
     duplicated: AtomicUsize,
     unexpected: Mutex<Vec<String>>,
 }
 
 impl Oracle {
-    /// This one is sent next; parcels are in the order of their numbers.
+    /// Records that the next parcel is sent. Parcels are sent in the order of their numbers.
     pub fn sent(&self) {
         lock(&self.came).push(0);
         self.open.fetch_add(1, Ordering::Relaxed);
@@ -40,7 +40,7 @@ impl Oracle {
         self.open.load(Ordering::Relaxed)
     }
 
-    /// It came back to its queue with this count, or to review (`None`).
+    /// Records that a parcel came back to its queue with this retry count, or to review if that is `None`.
     pub fn arrived(&self, parcel: Parcel, count: Option<i32>) {
         let bit = count.map_or(REVIEWED, |count| 1 << count.clamp(0, 14));
         let which = count.map_or("in review".into(), |count| format!("as retry {count}"));
@@ -69,7 +69,7 @@ impl Oracle {
         }
     }
 
-    /// Everything that was sent was confirmed, or the load ended.
+    /// Comes to a verdict. All parcels count as confirmed, because the run ends when one is not.
     pub fn judge(&self) -> Verdict {
         let came = lock(&self.came);
         let mut verdict = Verdict {

@@ -1,4 +1,4 @@
-//! What a steady load is made of: everything about the `n`th parcel follows from its number.
+//! The messages of a steady load. Everything about a parcel follows from its number.
 
 use fastrand::Rng;
 use prost::Message as _;
@@ -7,50 +7,49 @@ use uuid::Uuid;
 
 use crate::message::TARGETS;
 
-/// Its messages are never reported: they are rejected, and a DLX passes them on.
+/// A queue whose messages are rejected instead of reported, so that RabbitMQ dead-letters them to the service.
 pub const LETTERS: &str = "torture.letters";
 
-/// The bit of a parcel that is in review; the others are retry counts.
+/// The bit of a course that stands for review; the others stand for retry counts.
 pub const REVIEWED: u16 = 1 << 15;
 
 /// The longest wait that a producer asks for.
 pub const LONGEST_MS: u64 = 60_000;
 
-/// What becomes of it.
+/// What happens to a parcel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fate {
-    /// Done when it comes back.
+    /// It is done when it comes back.
     Succeeds,
-    /// The same, and its producer asks for a wait.
+    /// It is done when it comes back, and its producer asks for a wait before that.
     Delayed,
-    /// The same, and its failure is reported twice under one idempotency key.
+    /// It is done when it comes back, and its failure is reported twice under one idempotency key.
     Keyed,
-    /// The same, and it is dead-lettered and not reported.
+    /// It is done when it comes back, and it is dead-lettered instead of reported.
     Letter,
-    /// Fails once more.
+    /// It fails when it comes back for the first time.
     FailsOnce,
-    /// Asked to wait, which spends nothing, and fails once more.
+    /// Its failure is a rate limit, which spends no attempt; then it fails once more.
     RateLimited,
-    /// Fails until its retries are spent.
+    /// It fails until its retries are spent.
     Exhausted,
     Final,
     Terminal,
-    /// No RetryMessage at all.
+    /// It is no RetryMessage.
     Garbage,
     /// Its queue does not exist.
     Unroutable,
 }
 
-/// One message of the load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Parcel {
     pub number: usize,
-    /// Not to come back before, in Unix ms; 0 is any time.
+    /// It must not come back before this moment, in Unix ms. 0 means any time.
     pub not_before: u64,
 }
 
 impl Parcel {
-    /// Made at this moment, in Unix ms.
+    /// A parcel that is sent at this moment, in Unix ms.
     pub fn new(number: usize, now: u64) -> Self {
         let mut parcel = Self {
             number,
@@ -78,7 +77,7 @@ impl Parcel {
         }
     }
 
-    /// As what it comes back, all in all: a bit for each retry count, and review's.
+    /// How it must come back: a bit for each retry count with which it does, and [`REVIEWED`].
     pub fn course(self) -> u16 {
         match self.fate() {
             Fate::Succeeds | Fate::Delayed | Fate::Keyed | Fate::Letter => 0b10,
@@ -89,7 +88,7 @@ impl Parcel {
         }
     }
 
-    /// Why it is in review in the end, if it is.
+    /// The reason with which it ends in review, if it does.
     pub fn reason(self) -> Option<&'static str> {
         match self.fate() {
             Fate::Exhausted => Some("exhausted"),
@@ -123,7 +122,7 @@ impl Parcel {
         Rng::with_seed(self.number as u64)
     }
 
-    /// 64 B to 64 KiB, as many small ones as large ones.
+    /// A payload of 64 B to 64 KiB; each doubling of the size is as likely as any other.
     pub fn payload(self) -> Vec<u8> {
         let mut random = self.random();
         let least = 64 << random.u32(..10);
@@ -135,7 +134,7 @@ impl Parcel {
         payload
     }
 
-    /// Which one this is, if it is whole.
+    /// The parcel that has this payload; `None` if the payload is damaged.
     pub fn of_payload(payload: &[u8]) -> Option<Self> {
         let mut words = payload.splitn(4, |b| *b == b' ').skip(1);
         let mut word = || std::str::from_utf8(words.next()?).ok()?.parse::<u64>().ok();
@@ -146,7 +145,8 @@ impl Parcel {
         (payload == parcel.payload()).then_some(parcel)
     }
 
-    /// What its producer says of its first failure, or its consumer after so many retries.
+    /// The body with which its producer reports the first failure, or its consumer a failure after so many
+    /// retries.
     pub fn report(self, retries: Option<i32>) -> Vec<u8> {
         let fate = self.fate();
         let mut message = RetryMessage {

@@ -1,4 +1,4 @@
-//! What is measured while a load goes on, and whether it stayed flat.
+//! What is measured during a steady load, and whether it grew.
 
 use std::sync::Arc;
 
@@ -10,31 +10,29 @@ use crate::{
     rows::Rows,
 };
 
-/// What a figure may do.
+/// How a figure may develop.
 #[derive(Clone, Copy)]
 enum Bound {
-    /// On average no more in the last quarter than this times the first one's,
-    /// and this more.
+    /// The average of the last quarter may be that of the first times the first number, plus the second.
     Flat(f64, f64),
-    /// Never more than this.
+    /// No sample may be more than this.
     AtMost(f64),
 }
 
-/// One figure of each sample: of an instance, of the connections of all to
-/// Postgres and to RabbitMQ, of rows that wait, of live and dead tuples, of files.
+/// One figure of each sample.
 pub struct Column {
     name: String,
     bound: Bound,
 }
 
-/// The columns, and a line of figures for each moment.
+/// All samples, each a line with a figure for each column.
 pub struct Samples {
     columns: Vec<Column>,
     lines: Vec<Vec<f64>>,
 }
 
 impl Samples {
-    /// Of so many instances, each with a pool of so many connections.
+    /// The columns for so many instances, each with a pool of so many connections to Postgres.
     pub fn new(instances: usize, pool: u32) -> Self {
         let column = |name: &str, bound| Column {
             name: name.into(),
@@ -52,7 +50,7 @@ impl Samples {
             column("MQ chans", Bound::Flat(1.0, 0.5)),
             column("waiting", Bound::Flat(1.25, 500.0)),
             column("live", Bound::Flat(1.25, 2000.0)),
-            // Autovacuum comes once a minute, so this is a sawtooth.
+            // Autovacuum runs once a minute, so this number rises and falls.
             column("dead", Bound::Flat(1.5, 20_000.0)),
             column("heap MB", Bound::Flat(1.25, 16.0)),
             column("TOAST MB", Bound::Flat(1.25, 64.0)),
@@ -64,7 +62,7 @@ impl Samples {
         }
     }
 
-    /// Measures everything once; the line to show.
+    /// Takes a sample, and returns it as a line to print.
     pub async fn take(
         &mut self,
         slots: &[Mutex<Slot>],
@@ -94,8 +92,8 @@ impl Samples {
         names.collect::<Vec<_>>().join("  ")
     }
 
-    /// A line for each figure, without the first so many samples; and how many
-    /// are not as they should be.
+    /// Judges all samples but the first `skip`. Returns a line for each figure, and how many figures have
+    /// grown.
     pub fn judge(&self, skip: usize) -> (Vec<String>, usize) {
         let lines = self.lines.get(skip..).unwrap_or_default();
         let quarter = lines.len().div_ceil(4);
@@ -133,7 +131,7 @@ impl Column {
     }
 }
 
-/// Connections of the service to RabbitMQ, and their channels.
+/// How many connections the instances have to RabbitMQ, and how many channels on them.
 async fn amqp(stack: Arc<Stack>) -> anyhow::Result<[f64; 2]> {
     let ask = ["list_connections", "channels", "client_properties"];
     let listed = spawn_blocking(move || stack.rabbitmq.ctl(&ask)).await??;
