@@ -84,7 +84,8 @@ async fn offer(
 ) -> anyhow::Result<Stretch> {
     let (run, count) = (field.run(), rate * seconds);
     let ahead = field.rows.clock_ahead().await?;
-    let first_due_ms = ((epoch(SystemTime::now() + LEAD) + ahead) * 1e3) as i64;
+    let first_due = Duration::from_secs_f64(epoch(SystemTime::now() + LEAD) + ahead);
+    let first_due_ms = i64::try_from(first_due.as_millis())?;
     let due_ms = |number: u32| first_due_ms + i64::from(number * 1000 / rate);
     let send = async {
         let mut ticks = interval(Duration::from_secs(1) / rate);
