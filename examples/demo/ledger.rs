@@ -1,4 +1,5 @@
-//! What was seen of every message, by the programs that sent and received it.
+//! Records what the simulated services saw of every message, and finds what does not
+//! add up.
 
 use std::{
     collections::HashMap,
@@ -9,21 +10,21 @@ use uuid::Uuid;
 
 use crate::{rows::Row, services::SERVICES};
 
-/// What was seen of one service's messages.
+/// The numbers of one service.
 #[derive(Clone, Copy, Default)]
 pub struct Counts {
-    /// The broker confirmed it.
+    /// Messages that the broker has confirmed.
     pub sent: usize,
     pub succeeded: usize,
-    /// Failures, not messages.
+    /// Failures; one message may have several.
     pub failed: usize,
-    /// Deliveries after the first.
+    /// Deliveries of messages that were sent back.
     pub back: usize,
-    /// Seen on the review queue.
+    /// Messages seen on the review queue.
     pub reviewed: usize,
 }
 
-/// What kind of thing an event is.
+/// The kind of a told event, shown as a sign.
 #[derive(Clone, Copy)]
 pub enum Mark {
     Failed,
@@ -32,7 +33,7 @@ pub enum Mark {
     Review,
 }
 
-/// An event in words.
+/// An event in words, for the screen.
 pub struct Told {
     pub mark: Mark,
     pub text: String,
@@ -51,7 +52,7 @@ impl Message {
     }
 }
 
-/// Shared by all simulated programs.
+/// The record that all simulated services share.
 #[derive(Default)]
 pub struct Ledger(Mutex<Inner>);
 
@@ -69,7 +70,8 @@ impl Ledger {
         testkit::lock(&self.0)
     }
 
-    /// A new message: its id and its body, by which people know it.
+    /// Makes a new message; returns its id and its body. The body is its label, such as
+    /// "invoice 7".
     pub fn announce(&self, service: usize) -> (Uuid, String) {
         let mut inner = self.lock();
         inner.announced[service] += 1;
@@ -92,7 +94,7 @@ impl Ledger {
         self.lock().count(id, |c| c.failed += 1);
     }
 
-    /// A service got a message; returns its number.
+    /// Notes that a service got a message, and checks it; returns the message's number.
     pub fn delivered(&self, id: Uuid, service: usize, retries: i32, body: &[u8]) -> usize {
         let mut inner = self.lock();
         if retries > 0 {
@@ -123,7 +125,7 @@ impl Ledger {
         inner.end(id, "done");
     }
 
-    /// A message was found on the review queue.
+    /// Notes that a message was found on the review queue.
     pub fn reviewed(&self, id: Uuid, body: &[u8]) {
         let mut inner = self.lock();
         inner.count(id, |c| c.reviewed += 1);
@@ -133,7 +135,7 @@ impl Ledger {
         }
     }
 
-    /// Says what happened to a message.
+    /// Keeps an event for [`Ledger::take_told`].
     pub fn tell(&self, mark: Mark, id: Uuid, what: &str) {
         let mut inner = self.lock();
         if let Some(label) = inner.messages.get(&id).map(Message::label) {
@@ -142,7 +144,7 @@ impl Ledger {
         }
     }
 
-    /// What was told since the last call.
+    /// The events that were told since the last call.
     pub fn take_told(&self) -> Vec<Told> {
         std::mem::take(&mut self.lock().told)
     }
@@ -151,7 +153,7 @@ impl Ledger {
         self.lock().counts
     }
 
-    /// Messages that are neither done nor in review.
+    /// How many messages are neither done nor in review.
     pub fn open(&self) -> usize {
         let inner = self.lock();
         inner.messages.values().filter(|m| m.end.is_none()).count()
@@ -166,7 +168,7 @@ impl Ledger {
             .unwrap_or_default()
     }
 
-    /// Everything that does not add up, in words; nothing when all is well.
+    /// Everything that does not add up, in words; empty when all is well.
     pub fn faults(&self, rows: &[Row], in_review_queue: usize) -> Vec<String> {
         let inner = self.lock();
         let mut faults = inner.faults.clone();
@@ -218,7 +220,7 @@ impl Inner {
         }
     }
 
-    /// The label is the body: it must come back byte for byte.
+    /// A message's body is its label, and must come back byte for byte.
     fn check_body(&mut self, label: &str, body: &[u8]) {
         if body != label.as_bytes() {
             let body = String::from_utf8_lossy(body).into_owned();

@@ -1,8 +1,8 @@
-//! `cargo dev demo`: the service at work between services that fail.
+//! `cargo dev demo`: retry-scheduler at work between services that fail.
 //!
-//! Everything is real except the services' reasons to fail: the service runs in
-//! this process, messages go through RabbitMQ, rows through Postgres. At the end
-//! the numbers of all three must agree, so this is an end-to-end check as well.
+//! The services and their failures are simulated, all else is real: retry-scheduler
+//! runs in this process and uses RabbitMQ and Postgres. At the end the numbers of the
+//! services, RabbitMQ and Postgres must agree, so the demo is an end-to-end check, too.
 
 mod ledger;
 mod rows;
@@ -56,7 +56,7 @@ async fn main() -> ExitCode {
     }
 }
 
-/// The first signal asks the demo to end; the second one ends it at once.
+/// The first signal asks the demo to end; the second one ends the process at once.
 async fn on_signals(stop: CancellationToken) {
     loop {
         testkit::interrupted().await;

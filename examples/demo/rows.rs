@@ -1,4 +1,4 @@
-//! What Postgres says: rows that wait, and events as they happen.
+//! Reads from Postgres how many tasks wait, and which events have happened.
 
 use std::collections::HashSet;
 
@@ -11,27 +11,27 @@ use crate::{
     services::SERVICES,
 };
 
-/// The tables of a demo have a schema of their own, beside a user's data.
+/// The schema of the demo's tables: the database may hold a user's own data, too.
 pub const SCHEMA: &str = "retry_demo";
 
-/// Any number; only demos share it.
+/// The advisory lock that keeps two demos from one database. Any number will do.
 const LOCK: i64 = 0x7265_7472_795f_646d;
 
-/// Events are read again this far back: ids are taken before commits, so a
-/// lower one may appear after a higher one.
+/// How many event ids to go back and read again. An id is taken before its transaction
+/// commits, so a lower id may appear after a higher one.
 const OVERLAP: i64 = 2000;
 
-/// One service's rows.
+/// The tasks of one service, in numbers.
 #[derive(Clone, Copy, Default)]
 pub struct Row {
     pub waiting: usize,
-    /// Seconds until the next of them is due.
+    /// Seconds until the next waiting task is due.
     pub next: Option<f64>,
     pub failed: usize,
     pub republished: usize,
 }
 
-/// A connection of the demo's own.
+/// The demo's connection to Postgres, and the events that it has seen.
 pub struct Rows {
     connection: PgConnection,
     seen: HashSet<i64>,
@@ -39,7 +39,7 @@ pub struct Rows {
 }
 
 impl Rows {
-    /// Connects, and removes what the last demo left.
+    /// Connects, and removes the tables that the last demo left.
     pub async fn open(database_url: &str) -> anyhow::Result<Self> {
         let mut connection = PgConnection::connect(database_url)
             .await
@@ -60,7 +60,7 @@ impl Rows {
         })
     }
 
-    /// The rows of each service now.
+    /// Counts the tasks of each service as they are now.
     pub async fn count(&mut self) -> sqlx::Result<[Row; SERVICES.len()]> {
         type Counted = (String, i64, Option<f64>, i64, i64);
         let counted: Vec<Counted> = sqlx::query_as(
@@ -93,7 +93,7 @@ impl Rows {
         Ok(rows)
     }
 
-    /// Tells the ledger of the waits that were decided since the last call.
+    /// Tells the ledger of the events with a wait that are new since the last call.
     pub async fn tell(&mut self, ledger: &Ledger) -> sqlx::Result<()> {
         type Event = (i64, Uuid, String, String, i64, bool);
         let events: Vec<Event> = sqlx::query_as(
@@ -128,7 +128,8 @@ impl Rows {
         Ok(())
     }
 
-    /// The history of the first message that spent all its retries.
+    /// The id and the history, a line an event, of the first message that spent all its
+    /// retries.
     pub async fn one_history(&mut self) -> sqlx::Result<Option<(Uuid, Vec<String>)>> {
         type Event = (Uuid, f64, String, i32, Option<i64>, Option<String>);
         let events: Vec<Event> = sqlx::query_as(

@@ -1,4 +1,4 @@
-//! The summary: redrawn in place on a terminal, line by line elsewhere.
+//! Shows the summary: redrawn in place on a terminal, line by line elsewhere.
 
 use std::{
     collections::VecDeque,
@@ -12,16 +12,18 @@ use crate::{
     services::SERVICES,
 };
 
-/// How many events stay on the screen.
+/// How many of the last events a terminal shows.
 const EVENTS: usize = 8;
 
-/// Longer events are cut on the screen.
+/// An event's text is cut to this many characters on a terminal.
 const WIDTH: usize = 74;
 
 /// How often the summary is printed where it cannot be redrawn.
 const SUMMARY: Duration = Duration::from_secs(5);
 
-/// The other screen, no cursor, no wrapping; and back.
+/// Switches to the terminal's alternate screen, without a cursor and without wrapping of
+/// lines; `LEAVE` undoes it. A narrow terminal then cuts long lines, while wrapped ones
+/// would push the table off the screen.
 const ENTER: &str = "\x1b[?1049h\x1b[?25l\x1b[?7l";
 const LEAVE: &str = "\x1b[?7h\x1b[?25h\x1b[?1049l";
 
@@ -31,7 +33,7 @@ const LEGEND: [&str; 3] = [
     "that is, to people. What no retry can help goes there at once.",
 ];
 
-/// All numbers of one moment.
+/// All numbers at one moment.
 pub struct View {
     pub title: String,
     pub counts: [Counts; SERVICES.len()],
@@ -41,7 +43,7 @@ pub struct View {
 /// Where the summary goes.
 pub enum Screen {
     Terminal {
-        /// We are on the terminal's other screen, where a frame may be of any size.
+        /// Whether the alternate screen is shown.
         entered: bool,
         colour: bool,
         events: VecDeque<String>,
@@ -69,7 +71,7 @@ impl Screen {
         }
     }
 
-    /// Shows the moment and what was told since the last one.
+    /// Shows the numbers, and the events that were told since the last call.
     pub fn draw(&mut self, view: &View, told: Vec<Told>) -> io::Result<()> {
         match self {
             Self::Terminal {
@@ -89,7 +91,6 @@ impl Screen {
                 lines.extend(view.table());
                 lines.push(String::new());
                 lines.extend(events.iter().cloned());
-                // A narrow terminal cuts lines; wrapped ones would push the table out.
                 let mut frame = String::new();
                 if !std::mem::replace(entered, true) {
                     frame += ENTER;
@@ -113,7 +114,7 @@ impl Screen {
         }
     }
 
-    /// Takes the live summary away and gives the terminal back.
+    /// Leaves the alternate screen, so that the terminal is as it was before.
     pub fn clear(&mut self) -> io::Result<()> {
         if let Self::Terminal { entered, .. } = self
             && std::mem::take(entered)
@@ -152,7 +153,7 @@ impl Told {
 }
 
 impl View {
-    /// The table, its last line the sums.
+    /// The table, line by line. The last line has the sums.
     pub fn table(&self) -> Vec<String> {
         let mut lines = vec![line(
             ["", ""],
@@ -207,7 +208,7 @@ fn numbers(names: [&str; 2], c: &Counts, row: &Row) -> String {
     )
 }
 
-/// 79 columns.
+/// One line of the table, 79 columns wide.
 fn line([name, habit]: [&str; 2], cells: [&str; 7]) -> String {
     let [sent, done, failed, waiting, next, back, review] = cells;
     format!(
@@ -215,7 +216,8 @@ fn line([name, habit]: [&str; 2], cells: [&str; 7]) -> String {
     )
 }
 
-/// Prints; a reader who has gone away is an error, not a panic.
+/// Prints `text`. When the reader of a pipe has gone away that is an error, where
+/// `print!` would panic.
 pub fn put(text: &str) -> io::Result<()> {
     let mut out = io::stdout().lock();
     out.write_all(text.as_bytes())?;

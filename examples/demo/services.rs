@@ -1,5 +1,5 @@
-//! The services that fail, and what each does about it: what a team's own
-//! producers, consumers and dead-letter handlers would do.
+//! The simulated services. They do what a team's own producers, consumers and
+//! dead-letter handlers would do.
 
 use std::{sync::Arc, time::Duration};
 
@@ -27,13 +27,13 @@ pub const REVIEW: &str = "demo.manual-review.pending";
 /// A simulated service.
 pub struct Service {
     pub name: &'static str,
-    /// One of its messages.
+    /// What one of its messages is called.
     pub one: &'static str,
-    /// Where its messages go, and where its rows say they come from.
+    /// The original queue of its tasks.
     pub queue: &'static str,
     pub habit: &'static str,
     conduct: Conduct,
-    /// Of 25 messages sent, how many are for it.
+    /// How many of 25 messages are for this service.
     share: usize,
 }
 
@@ -43,9 +43,9 @@ enum Conduct {
     Flaky,
     AlwaysFails,
     RefusesSome,
-    /// Its queue is gone, but somebody still reports its failures.
+    /// The service's queue does not exist, but failures are still reported for it.
     Gone,
-    /// No service at all: garbage on the intake queue.
+    /// This is no service, but garbage on the intake queue.
     Garbage,
 }
 
@@ -88,7 +88,8 @@ impl Service {
     }
 }
 
-/// Which service the `n`th message is for: each by its share, well mixed.
+/// Which service the `n`th message is for. Each gets its share, and 7 has no divisor in
+/// common with 25, so that the shares are mixed.
 fn recipient(n: usize) -> usize {
     let total: usize = SERVICES.iter().map(|s| s.share).sum();
     let mut place = n * 7 % total;
@@ -101,7 +102,7 @@ fn recipient(n: usize) -> usize {
     unreachable!("the place is below the total")
 }
 
-/// Publishes one message at a time and knows that it arrived.
+/// Publishes one message at a time, and waits for its confirm.
 struct Post(Channel);
 
 impl Post {
@@ -127,14 +128,14 @@ impl Post {
         }
     }
 
-    /// What a dead-letter handler does with a message that failed.
+    /// Reports a failure to the intake queue, as a dead-letter handler does.
     async fn report(&self, id: Uuid, failed: RetryMessage) -> anyhow::Result<()> {
         let body = failed.encode_to_vec();
         self.send(INTAKE, id, "application/x-protobuf", &body).await
     }
 }
 
-/// Removes the queues of the last demo and makes those of the services that run.
+/// Removes the queues of the last demo, and makes those of the services that consume.
 pub async fn prepare(connection: &Connection) -> lapin::Result<()> {
     let channel = connection.create_channel().await?;
     let delete = QueueDeleteOptions::default();
@@ -190,7 +191,8 @@ pub async fn produce(
     Ok(())
 }
 
-/// One service: works on what comes, reports what fails, and only then acks it.
+/// Runs one service. It acknowledges a message only after it has done its work or has
+/// reported the failure, so that no message is lost in between.
 pub async fn serve(
     connection: Arc<Connection>,
     ledger: Arc<Ledger>,
@@ -242,14 +244,16 @@ pub async fn serve(
     bail!("RabbitMQ ended the subscription to {}", service.queue)
 }
 
-/// Reads the review queue and acks nothing, so that all stays there for people.
+/// Reads the review queue. It acknowledges nothing, so that all messages stay there for
+/// people.
 pub async fn review(connection: Arc<Connection>, ledger: Arc<Ledger>) -> anyhow::Result<()> {
     let channel = connection.create_channel().await?;
     let mut deliveries = amqp::subscribe(&channel, REVIEW).await?;
     while let Some(delivery) = deliveries.next().await {
         let message: ReviewMessage =
             serde_json::from_slice(&delivery?.data).context("reading a review message")?;
-        // Garbage has no id of its own; there the AMQP property tells.
+        // Garbage goes to review under a new id. The id that the producer set as an AMQP
+        // property is then in `producer_id`; for the other messages that field is empty.
         let id = match message.producer_id.as_str() {
             "" => message.message_id.parse()?,
             own => own.parse()?,
@@ -264,7 +268,8 @@ pub async fn review(connection: Arc<Connection>, ledger: Arc<Ledger>) -> anyhow:
     bail!("RabbitMQ ended the subscription to {REVIEW}")
 }
 
-/// How many messages are in the review queue, once no one is reading it.
+/// How many messages are ready in the review queue. While somebody reads them without
+/// acknowledging, they are not counted.
 pub async fn in_review_queue(connection: &Connection) -> lapin::Result<u32> {
     let channel = connection.create_channel().await?;
     Ok(amqp::inspect(&channel, REVIEW).await?.message_count())

@@ -1,4 +1,4 @@
-//! Everything that runs, from an empty stage to an empty stage.
+//! Starts all parts of the demo, runs them, reports, and stops them.
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
@@ -25,7 +25,8 @@ use crate::{
     services::{self, INTAKE, REVIEW, SERVICES},
 };
 
-/// Waits of 1.5, 3 and 6 s, and up to half a second more: a minute shows it all.
+/// The retries of a message wait 1.5, 3 and 6 s, each up to half a second longer. That is
+/// short enough for a demo of a minute to show some messages from beginning to end.
 const SETTINGS: [(&str, &str); 9] = [
     ("SERVICE_NAME", "retry-scheduler-demo"),
     ("HTTP_HOST", "127.0.0.1"),
@@ -38,21 +39,24 @@ const SETTINGS: [(&str, &str); 9] = [
     ("SHUTDOWN_TIMEOUT_MS", "5000"),
 ];
 
-/// Four frames a second.
+/// How often the screen is drawn.
 const FRAME: Duration = Duration::from_millis(250);
 
-/// Twice the longest way a message can have.
+/// How long to wait for the last messages to end: at least twice as long as one can take.
 const SETTLING: Duration = Duration::from_secs(30);
 
+/// How long to wait for the service to be ready.
 const STARTING: Duration = Duration::from_secs(30);
 
-/// All that runs.
+/// The running parts of the demo.
 pub struct Stage {
     rows: Rows,
     counted: [Row; SERVICES.len()],
     ledger: Arc<Ledger>,
-    /// For the services; review has its own, so that closing it puts back what was read.
+    /// The connection of the simulated services.
     broker: Arc<Connection>,
+    /// The connection that reads the review queue. When it is closed, RabbitMQ puts the
+    /// unacknowledged messages back into the queue.
     reviewing: Arc<Connection>,
     programs: JoinSet<anyhow::Result<()>>,
     app: JoinHandle<anyhow::Result<()>>,
@@ -62,7 +66,8 @@ pub struct Stage {
 }
 
 impl Stage {
-    /// Cleans up after the last demo, starts the service and then the others.
+    /// Cleans up after the last demo, then starts retry-scheduler and the simulated
+    /// services.
     pub async fn set() -> anyhow::Result<Self> {
         let settings = settings()?;
         let broker = connect(&settings).await?;
@@ -99,7 +104,8 @@ impl Stage {
         })
     }
 
-    /// Sends messages and shows what becomes of them until all have ended.
+    /// Sends messages, and shows what becomes of them until all have ended or the time
+    /// for that is over.
     pub async fn play(&mut self, args: &Args) -> anyhow::Result<()> {
         let time = Duration::from_secs(args.seconds.into());
         let (broker, ledger) = (self.broker.clone(), self.ledger.clone());
@@ -111,7 +117,7 @@ impl Stage {
         loop {
             tokio::select! {
                 _ = frames.tick() => {}
-                // Only the producer ends by itself; a panic counts as a failure.
+                // Only the producer ends without an error; after it, nothing more is sent.
                 Some(ended) = self.programs.join_next() => {
                     ended?.context("a simulated service failed")?;
                     settling = Some(Instant::now());
@@ -143,7 +149,7 @@ impl Stage {
             self.screen.draw(&view, self.ledger.take_told())?;
             match settling {
                 Some(_) if open == 0 => return Ok(()),
-                // What does not settle, the report finds.
+                // The report names what has not ended by now.
                 Some(since) if since.elapsed() > SETTLING => return Ok(()),
                 _ => {}
             }
@@ -157,12 +163,11 @@ impl Stage {
         Ok(())
     }
 
-    /// Takes the live summary away.
     pub fn clear(&mut self) -> std::io::Result<()> {
         self.screen.clear()
     }
 
-    /// The table as it stands, for an end before the end.
+    /// Prints the table as it stands when the demo is interrupted.
     pub fn so_far(&self) -> std::io::Result<()> {
         let table = self.view(String::new()).table().join("\n");
         put(&format!("Interrupted; so far:\n\n{table}\n"))
@@ -176,21 +181,22 @@ impl Stage {
         }
     }
 
-    /// The final table, whether it adds up, and where to look next.
+    /// Prints the final table, whether it adds up, and where to look next. An error if it
+    /// does not add up.
     pub async fn report(&mut self) -> anyhow::Result<()> {
         self.programs.shutdown().await;
         let _ = self.reviewing.close(200, "read".into()).await;
         let reviewed: usize = self.ledger.counts().iter().map(|c| c.reviewed).sum();
         let mut in_queue = 0;
         for _ in 0..20 {
-            // The broker puts back what was read a moment after the close.
+            // RabbitMQ puts the messages back a moment after the connection is closed.
             in_queue = services::in_review_queue(&self.broker).await? as usize;
             if in_queue >= reviewed {
                 break;
             }
             sleep(FRAME).await;
         }
-        // The last rows settle a moment after their messages arrive.
+        // A row is settled a moment after its message has arrived.
         let mut faults = Vec::new();
         for _ in 0..20 {
             self.look().await?;
@@ -230,7 +236,7 @@ impl Stage {
         Ok(())
     }
 
-    /// Stops everything, in an order in which nothing complains.
+    /// Stops the simulated services, closes their connections, then stops retry-scheduler.
     pub async fn strike(mut self) -> anyhow::Result<()> {
         self.programs.shutdown().await;
         let closing = async {
@@ -246,7 +252,8 @@ impl Stage {
     }
 }
 
-/// The demo's own settings; addresses and the port from the environment.
+/// The settings of the demo's retry-scheduler: [`SETTINGS`], with the addresses and the
+/// port from the environment.
 fn settings() -> anyhow::Result<Settings> {
     let url = std::env::var("DATABASE_URL").unwrap_or_default();
     ensure!(
@@ -274,7 +281,7 @@ async fn connect(settings: &Settings) -> anyhow::Result<Arc<Connection>> {
     Ok(Arc::new(connection))
 }
 
-/// Asks `/ready` until it says yes.
+/// Asks `/ready` until it answers with 200.
 async fn until_ready(address: SocketAddr) -> anyhow::Result<()> {
     let deadline = Instant::now() + STARTING;
     loop {

@@ -14,7 +14,7 @@ const ANSWERING: Duration = Duration::from_secs(5);
 /// Sends `GET path`, and returns the status and the body of the answer. There is no deadline.
 pub async fn get(address: SocketAddr, path: &str) -> io::Result<(u16, String)> {
     let mut stream = TcpStream::connect(address).await?;
-    // A server ends the connection after it has answered a request of HTTP/1.0, and sends no chunks.
+    // The request is of HTTP/1.0, so the server closes the connection after its answer and sends no chunks.
     let request = format!("GET {path} HTTP/1.0\r\nHost: {address}\r\n\r\n");
     stream.write_all(request.as_bytes()).await?;
     let mut answer = String::new();
@@ -28,7 +28,7 @@ fn parse(answer: &str) -> Option<(u16, String)> {
     Some((status, body.to_owned()))
 }
 
-/// Whether the `/ready` page of an instance is green. One that does not answer is not ready.
+/// Whether the `/ready` page of an instance answers with 200. An instance that does not answer is not ready.
 pub async fn is_ready(address: SocketAddr) -> bool {
     matches!(
         timeout(ANSWERING, get(address, "/ready")).await,

@@ -1,7 +1,7 @@
 //! What the tests, the torture campaign, the demo and the benchmark share: asking an instance over HTTP, talking to
 //! RabbitMQ, and disturbing TCP connections.
 //!
-//! It knows nothing of retry-scheduler's code, only that a built binary of it exists and has a `/ready` page.
+//! This crate uses no code of retry-scheduler. It only knows that a built binary exists and has a `/ready` page.
 
 pub mod amqp;
 mod http;

@@ -1,4 +1,4 @@
-//! Running instances of the binary, and being a program that runs them.
+//! What a program that runs instances of the binary needs: the binary, an address, memory figures, signals.
 
 use std::{io, net::SocketAddr, path::Path, path::PathBuf};
 
@@ -17,13 +17,13 @@ pub fn service_binary() -> anyhow::Result<PathBuf> {
 }
 
 /// An address on the loopback interface that nobody listens on. The kernel hands out other ports before it hands out
-/// the same one again, so it stays free long enough for an instance to start there.
+/// the same one again, so the port stays free long enough for an instance to start there.
 pub fn free_address() -> io::Result<SocketAddr> {
     std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()
 }
 
-/// The memory of a process in megabytes. `field` is a name from `/proc/<pid>/status`: `VmRSS` for what it uses now,
-/// `VmHWM` for the most it has used.
+/// The memory of a process in megabytes. `field` is a name from `/proc/<pid>/status`: `VmRSS` for what the process uses
+/// now, `VmHWM` for the most it has used.
 pub fn memory_mb(pid: u32, field: &str) -> anyhow::Result<f64> {
     let path = Path::new("/proc").join(pid.to_string()).join("status");
     let status = std::fs::read_to_string(path)?;

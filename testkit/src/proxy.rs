@@ -1,4 +1,4 @@
-//! A TCP proxy with faults on demand, to stand between a client and a service such as Postgres or RabbitMQ.
+//! A TCP proxy with faults on demand. It stands between a client and a server such as Postgres or RabbitMQ.
 
 use std::{
     io,
@@ -31,12 +31,12 @@ pub enum Way {
     Stalled,
     /// What the client says arrives; what the server says does not.
     NoAnswers,
-    /// Connections are closed, new ones as soon as they are made.
+    /// All connections are closed, and new ones as soon as they are made.
     Down,
-    /// One side of each connection is told that the other has finished (a FIN), and hears nothing more. What that side
-    /// says still arrives, because the other does not know.
+    /// One side of each connection gets a FIN, as if the other had finished, and nothing more. What that side sends
+    /// still arrives, because the other side does not know of the FIN.
     HalfClosed {
-        /// Whether it is the client that is told; else it is the server.
+        /// Whether the client gets the FIN; otherwise the server does.
         towards_client: bool,
     },
 }
@@ -83,8 +83,8 @@ impl Trap {
         }
     }
 
-    /// Only on a connection that has carried `marker`, in either direction, since the trap was set. A marker such as a
-    /// message's payload tells one transaction from all others.
+    /// Makes the trap spring only on a connection that has carried `marker`, in either direction, since the trap was
+    /// set. A marker such as a message's payload tells one transaction from all others.
     pub fn after(self, marker: &[u8]) -> Self {
         Self {
             after: Some(marker.to_vec()),
@@ -99,13 +99,13 @@ impl Trap {
 pub struct Sprung(oneshot::Receiver<()>);
 
 impl Sprung {
-    /// Waits until something has run into the trap; `false` when nothing has in time.
+    /// Waits until something has run into the trap; returns `false` when nothing has in time.
     pub async fn within(self, patience: Duration) -> bool {
         matches!(timeout(patience, self.0).await, Ok(Ok(())))
     }
 }
 
-/// A trap that was set, and whom to tell when it springs.
+/// The trap that is set, if there is one, with the sender that tells its [`Sprung`].
 type Set = Option<(Trap, oneshot::Sender<()>)>;
 
 /// Listens on a port of its own, and passes everything on to another port on 127.0.0.1, and back.
@@ -189,8 +189,8 @@ struct Passage {
 impl Passage {
     async fn pass(mut self, mut client: TcpStream, mut server: TcpStream) {
         let (mut requests, mut answers) = (vec![0; 1 << 16], vec![0; 1 << 16]);
-        // Whether the client (`true`) or the server was told that the other has finished. That cannot be taken back
-        // when the way is open again.
+        // Whether the client (`true`) or the server (`false`) got a FIN. A FIN cannot be taken back when the way is
+        // open again.
         let mut told = None;
         loop {
             let way = *self.way.borrow_and_update();
@@ -260,7 +260,7 @@ impl Passage {
         }
     }
 
-    /// Looks at what passes, and takes the trap away if this runs into it.
+    /// Checks bytes that are about to pass. If they run into the trap, removes it and returns its fault and sender.
     fn runs_into_trap(
         &mut self,
         bytes: &[u8],
@@ -283,7 +283,7 @@ impl Passage {
     }
 }
 
-/// What one connection has carried since a trap was set.
+/// What one connection has carried since the trap was set.
 #[derive(Clone, Default)]
 struct Seen {
     marked: bool,
@@ -292,7 +292,7 @@ struct Seen {
 }
 
 impl Seen {
-    /// Whether the marker has passed by now.
+    /// Adds bytes, and returns whether the marker has passed by now.
     fn look_for(&mut self, marker: &[u8], bytes: &[u8], is_request: bool) -> bool {
         let tail = &mut self.tails[usize::from(is_request)];
         tail.extend_from_slice(bytes);
@@ -315,7 +315,7 @@ mod tests {
 
     const PATIENCE: Duration = Duration::from_secs(20);
 
-    /// A server that answers each piece with the same bytes, and a connection to it through a proxy.
+    /// Starts a server that sends all bytes back, and connects to it through a proxy.
     async fn echo() -> (Proxy, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let proxy = Proxy::to(listener.local_addr().unwrap().port())

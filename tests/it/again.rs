@@ -1,11 +1,14 @@
-//! The same message again: each row of the design's table, and its history.
+//! A failure arrives whose id is known: what happens in each case of the table in
+//! `ARCHITECTURE.md`, "It is stored", and the history that it leaves. `histories.rs` and
+//! `classes.rs` test idempotency keys.
 
 use retry_scheduler::wire::proto::RetryMessage;
 use uuid::Uuid;
 
 use crate::support::{Bed, Received, Running, eventually, message};
 
-/// A bed where nothing falls due unless the test says so.
+/// A bed with delays of ten minutes, where a retry falls due only when the test calls
+/// [`Bed::make_due`].
 async fn patient_bed() -> Bed {
     let mut bed = Bed::new().await;
     bed.set("BASE_DELAY_MS", "600000")
@@ -14,7 +17,7 @@ async fn patient_bed() -> Bed {
     bed
 }
 
-/// A row as people see it.
+/// The columns of a row that these tests compare.
 #[derive(Debug, PartialEq, sqlx::FromRow)]
 struct Row {
     status: String,
@@ -43,7 +46,7 @@ async fn row_of(bed: &Bed, id: &str) -> Row {
     .expect("the row")
 }
 
-/// A message's history: each event and the count it left.
+/// A message's history: the type of each event, and the count that it left.
 async fn history(bed: &Bed, id: &str) -> Vec<(String, i32)> {
     sqlx::query_as(
         "SELECT e.event_type, e.retry_count
@@ -56,7 +59,7 @@ async fn history(bed: &Bed, id: &str) -> Vec<(String, i32)> {
     .expect("the history")
 }
 
-/// Waits until a message has exactly this history.
+/// Waits until a message has this history; panics when it has more events.
 async fn until_history(bed: &Bed, id: &str, wanted: &[(&str, i32)]) {
     let wanted: Vec<(String, i32)> = wanted.iter().map(|(e, n)| (e.to_string(), *n)).collect();
     eventually(&format!("the history is {wanted:?}"), || async {
@@ -71,7 +74,7 @@ async fn next_review(bed: &Bed) -> Received {
     bed.client.consume(&bed.review()).await.next().await
 }
 
-/// Stops the service and checks that the queues have nothing more to give.
+/// Stops the service, and checks that no message is left in the queues.
 async fn ends_empty(bed: &Bed, service: Running, queue: &str) {
     service.stop().await;
     for queue in [queue, &bed.intake(), &bed.review()] {
@@ -105,7 +108,8 @@ async fn said_again_while_it_waits_it_stays_one_row_whose_count_only_rises() {
     assert_eq!(bed.count("SELECT count(*) FROM retry_queue").await, 1);
     assert_eq!(bed.client.depth(&queue).await, Some(0));
 
-    // Its budget is three: now there is nothing left to wait for.
+    // The budget is three retries. A count of three spends it, so the task waits no longer
+    // and goes to review.
     bed.client.send(&bed.intake(), &with_count(3)).await;
     told.extend([("duplicate", 3), ("retry_exhausted", 3)]);
     let review = next_review(&bed).await.review();
@@ -170,7 +174,8 @@ async fn failed_again_after_a_retry_it_waits_again_with_the_higher_count_and_the
     };
     let id = sent.message_id.as_str();
     let mut told = Vec::new();
-    // A producer that forgets to count, then one that knows better.
+    // The second report says 0 retries although one was made, and the third says 5 although
+    // only two were. The higher count wins each time.
     for (said, stored, payload) in [(0, 0, "first"), (0, 1, "second"), (5, 5, "third")] {
         let failure = RetryMessage {
             retry_count: said,
@@ -241,7 +246,8 @@ async fn after_an_operator_cancelled_it_it_is_late() {
     ends_empty(&bed, service, &queue).await;
 }
 
-/// The next in review came after the end of the message with this id.
+/// Checks that the next message in review is there as `late`, because the task with this
+/// id had already ended.
 async fn is_late(bed: &Bed, id: &str, payload: &str) {
     let review = next_review(bed).await.review();
     assert_eq!(review.reason, "late");
@@ -257,7 +263,8 @@ async fn is_late(bed: &Bed, id: &str, payload: &str) {
 #[tokio::test(flavor = "multi_thread")]
 async fn twice_in_one_batch_the_second_meets_what_the_first_did() {
     let mut bed = patient_bed().await;
-    // All that is there is one batch, however slow the machine.
+    // Intake waits half a second after the first delivery, so that all four are gathered
+    // into one batch, even on a slow machine.
     bed.set("INTAKE_LINGER_MS", "500");
     let queue = bed.declare("target").await;
     bed.client.declare(&bed.intake()).await;

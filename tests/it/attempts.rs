@@ -1,4 +1,4 @@
-//! How many attempts a message gets, and how each of them is known.
+//! How many attempts a message gets, and the id that each attempt has.
 
 use std::collections::HashSet;
 
@@ -16,7 +16,7 @@ fn attempt_of(received: &Received) -> Uuid {
     id.parse().expect("a UUID")
 }
 
-/// The attempt ids in history, in order.
+/// The attempt ids of all events of this type, in order.
 async fn attempts(bed: &Bed, kind: &str) -> Vec<Option<Uuid>> {
     sqlx::query_scalar("SELECT attempt_id FROM retry_events WHERE event_type = $1 ORDER BY id")
         .bind(kind)
@@ -33,7 +33,7 @@ async fn max_attempts_counts_the_first_execution_so_one_means_no_retry_and_three
     let mut inbox = bed.client.consume(&queue).await;
     let mut review = bed.client.consume(&bed.review()).await;
 
-    // The preset for this category has one attempt, and that has failed.
+    // The preset policy for this category allows one attempt, and that one has failed.
     let once = RetryMessage {
         category: "RETRY_EXECUTION_EXPIRATION".into(),
         ..message(&queue, "once")
@@ -45,7 +45,7 @@ async fn max_attempts_counts_the_first_execution_so_one_means_no_retry_and_three
     assert_eq!(envelope.retry_count, 0);
     assert_eq!(bed.count(SENT_BACK).await, 0);
 
-    // This one has three.
+    // The preset policy for this category allows three attempts.
     let thrice = RetryMessage {
         category: "RETRY_KV_GET".into(),
         ..message(&queue, "thrice")
@@ -71,7 +71,8 @@ async fn each_attempt_has_an_id_of_its_own_in_its_message_and_its_event() {
     let service = bed.start().await;
     let mut inbox = bed.client.consume(&queue).await;
     let failure = message(&queue, "again and again");
-    // A rate-limited failure spends nothing, so its count does not tell attempts apart.
+    // A rate-limited failure spends no attempt, so the count is the same for both of its
+    // retries and cannot tell them apart.
     let limited = RetryMessage {
         error_class: ErrorClass::RateLimited.into(),
         retry_after_ms: Some(50),

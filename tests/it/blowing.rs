@@ -1,4 +1,5 @@
-//! "Blowing up": one bad thing harms only itself.
+//! One bad message, row or queue harms only itself: all others are stored and sent as
+//! usual.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -33,7 +34,8 @@ async fn a_message_that_the_broker_fails_over_is_suspect_and_no_outage() {
     let queue = bed.declare("target").await;
     let broker = Broker::new(&bed.settings()).expect("a broker");
     let mut publisher = broker.publisher(&bed.review()).await.expect("connected");
-    // RabbitMQ's reader crashes over it; we never send one.
+    // RabbitMQ fails with an internal error over a NaN. The service never sends one, so the
+    // test hands it to the publisher.
     let mut headers = FieldTable::default();
     headers.insert("x".into(), AMQPValue::Double(f64::NAN));
     let message = Outgoing {
@@ -95,7 +97,7 @@ async fn a_missing_target_queue_spends_the_budget_and_ends_in_review_as_unroutab
     assert_eq!(envelope.original_payload, b"homeless");
     assert_eq!(envelope.original_queue, queue);
     bed.until_count(FAILED, 1).await;
-    // Each attempt was counted, and waited for longer than the one before.
+    // Each attempt was counted, and the wait after it is longer than the one before.
     assert_eq!(
         bed.count("SELECT count(*) FROM retry_events WHERE event_type = 'returned'")
             .await,
@@ -107,7 +109,8 @@ async fn a_missing_target_queue_spends_the_budget_and_ends_in_review_as_unroutab
     .fetch_all(&bed.db)
     .await
     .unwrap();
-    // 50 ms before the first; after the last one it is due for review.
+    // The first wait, of 50 ms, was decided when the failure was stored. After the third
+    // attempt the task is due for review at once.
     assert_eq!(delays, [100, 200, 0]);
     let metrics = service.scrape().await;
     let failed = format!("retries_executed_total{{queue=\"{queue}\",status=\"failed\"}}");
@@ -139,7 +142,8 @@ async fn a_target_queue_that_appears_in_between_gets_its_message() {
     service.stop().await;
 }
 
-/// A row that no version of ours wrote, due before all others.
+/// Inserts a row with properties that no version of the service would write. It has been
+/// due for an hour, so it is claimed before all others.
 async fn poison(bed: &Bed, queue: &str, properties: &[u8]) {
     sqlx::query(
         "INSERT INTO retry_queue (message_id, original_payload, original_queue, properties,
@@ -153,8 +157,8 @@ async fn poison(bed: &Bed, queue: &str, properties: &[u8]) {
     .expect("a poison row");
 }
 
-/// A poison row at the head, neighbours behind it: they come back, it spends
-/// its own attempts and ends in review.
+/// Puts a poison row before twenty good ones. The good ones are sent back; the poison row
+/// spends its own attempts and ends in review.
 async fn harms_only_itself(properties: &[u8]) {
     let mut bed = Bed::new().await;
     bed.set("BASE_DELAY_MS", "50").set("DISPATCH_WORKERS", "1");
@@ -228,8 +232,8 @@ async fn a_message_the_broker_closes_the_channel_over_spends_only_its_own_attemp
         ids.remove(&back.id());
     }
     bed.until_count(RETRIED, 20).await;
-    // Its attempts are spent on it alone, and then review is too small for it
-    // as well: it waits, visibly, and does not get lost.
+    // The large message spends its own attempts. Its review envelope is too large for the
+    // broker as well, so the task waits, and its events say `deferred`.
     eventually("the large one is bound for review and deferred", || async {
         let deferred = "SELECT count(*) FROM retry_queue q JOIN retry_events e ON e.task_id = q.id
                         WHERE e.event_type = 'deferred' AND q.status = 'pending'
@@ -243,7 +247,7 @@ async fn a_message_the_broker_closes_the_channel_over_spends_only_its_own_attemp
         3
     );
     assert!(service.scrape().await.get("retries_deferred_total") >= 1.0);
-    // Others are not held up by it meanwhile.
+    // Meanwhile the large message does not hold up others.
     let fresh = message(&queue, "fresh");
     bed.client.send(&bed.intake(), &fresh).await;
     while inbox.next().await.id() != fresh.message_id {}
@@ -299,7 +303,8 @@ async fn concurrent_claims_never_take_more_than_their_limit_nor_a_row_twice() {
         taken.extend(claimer.await.unwrap());
     }
     assert_eq!(taken.len(), taken.iter().collect::<HashSet<_>>().len());
-    // A claimer that meets only locked rows leaves; none is left unlocked.
+    // A claimer stops when it finds only rows that others have locked. Those others settle
+    // them, so in the end no row is left over.
     bed.until_count(RETRIED, taken.len() as i64).await;
     assert_eq!(taken.len() as i64, ROWS);
 }
@@ -309,7 +314,8 @@ async fn what_postgres_refuses_goes_to_review_and_its_neighbours_are_stored() {
     let bed = Bed::new().await;
     bed.migrate().await;
     let queue = bed.declare("picky").await;
-    // Whatever Postgres may find wrong with a row that we did not foresee.
+    // The trigger stands for any objection to a row that the service does not foresee. It
+    // accepts the row once that has a reason for review.
     sqlx::raw_sql(
         "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$
          BEGIN

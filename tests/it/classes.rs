@@ -1,4 +1,5 @@
-//! Error classes, termination, policies and fairness, end to end.
+//! Error classes, reasons for review, policies, fair claims and idempotency keys, end to
+//! end.
 
 use std::time::{Duration, Instant};
 
@@ -55,8 +56,8 @@ async fn a_rate_limited_message_without_a_hint_backs_off_and_spends_an_attempt()
     service.stop().await;
 }
 
-/// A run that failed long ago and is due again, two that are new, and one that is not
-/// due yet: they leave in the order in which they fell due, whatever their age.
+/// Of four tasks, one failed long ago and is due again, two are new, and one is not due
+/// yet. They are claimed in the order in which they fell due, whatever their age.
 #[tokio::test(flavor = "multi_thread")]
 async fn old_and_new_failures_leave_in_the_order_in_which_they_fell_due() {
     let bed = Bed::new().await;
@@ -103,7 +104,7 @@ async fn what_cannot_be_helped_is_in_review_at_once_with_its_reason() {
             "terminal",
             RetryMessage {
                 error_reason: "schema changed [terminal]".into(),
-                // The marker outranks whatever class is stated.
+                // `[terminal]` in the error text outranks the stated class.
                 error_class: ErrorClass::Retryable.into(),
                 ..message(&queue, "t")
             },
@@ -137,7 +138,7 @@ async fn what_cannot_be_helped_is_in_review_at_once_with_its_reason() {
         4,
     )
     .await;
-    // The wait that a retry would have had is a minute.
+    // A retry would have waited for a minute; these tasks did not wait.
     let late = "SELECT count(*) FROM retry_queue
                 WHERE settled_at - last_failed_at > interval '30 seconds'";
     assert_eq!(bed.count(late).await, 0);
@@ -234,9 +235,10 @@ async fn a_message_cannot_ask_for_more_retries_than_the_limit() {
     service.stop().await;
 }
 
-/// What eRacun's dead-letter-handler really sends: JSON without a content type,
-/// a Node Buffer, a new UUID each time, a count read from `x-death`, which a
-/// republish resets.
+/// A dead-letter handler written for Node may report failures like this: in JSON without
+/// a content type, with the payload as a Buffer, with a new UUID each time, and with a
+/// count of 0, because it reads the count from `x-death`, which starts anew after each
+/// republish.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_handler_that_mints_new_ids_gets_three_republishes_then_review() {
     let mut bed = Bed::new().await;
@@ -287,7 +289,8 @@ async fn a_row_falling_due_is_not_kept_waiting_by_200_000_due_on_another_queue()
     bed.set("LOG_LEVEL", "warn");
     let flood = bed.queue("flood");
     let quiet = bed.declare("quiet").await;
-    // A flood that is drained, so that the broker does not run full.
+    // The flooded queue keeps only its newest 1,000 messages, so that it does not fill the
+    // broker.
     bed.client
         .declare_with(&flood, crate::support::max_length(1000))
         .await;
@@ -317,7 +320,8 @@ async fn a_row_falling_due_is_not_kept_waiting_by_200_000_due_on_another_queue()
         assert_eq!(inbox.next().await.id(), sent.message_id);
         kept.push(bed.count(pending).await);
     }
-    // It came while nearly all of the flood was still waiting, so it overtook.
+    // Each message came while more than 20,000 rows of the flood were still waiting, so it
+    // overtook them.
     assert!(
         kept.iter().all(|n| *n > 20_000),
         "the flood was already over: {kept:?}"
@@ -350,7 +354,7 @@ async fn neither_live_work_nor_backfill_starves_the_other() {
             .fetch_one(&bed.db)
             .await
             .unwrap();
-    // Three lanes of backfill have their share, and live work the rest.
+    // The three lanes of backfill get their shares, and live work gets the rest.
     assert!((3..50).contains(&backfill), "{backfill}");
     assert!(claim.full);
 }
@@ -427,7 +431,8 @@ async fn the_same_idempotency_key_ten_times_at_three_instances_is_one_retry_and_
     let messages: Vec<RetryMessage> = (0..10)
         .map(|n| RetryMessage {
             idempotency_key: "invoice-7/attempt-1".into(),
-            // With and without an id of its own: the key decides.
+            // Half of the messages have no id, and the others have one each. Only the key
+            // says that they are the same failure.
             message_id: if n % 2 == 0 {
                 String::new()
             } else {

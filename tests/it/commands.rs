@@ -1,4 +1,4 @@
-//! The compiled binary: its commands, its exits and its pages.
+//! The compiled binary: its commands, its exit codes and its HTTP pages.
 
 use std::process::Output;
 
@@ -10,7 +10,7 @@ use retry_scheduler::{
 
 use crate::support::{Bed, Process, Scrape, eventually};
 
-/// Runs the binary to its end.
+/// Runs the binary with these arguments until it ends.
 pub(crate) async fn run(bed: &Bed, arguments: &[&str]) -> Output {
     let output = bed.command().args(arguments).output();
     tokio::time::timeout(crate::support::PATIENCE, output)
@@ -23,7 +23,7 @@ pub(crate) fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).expect("UTF-8")
 }
 
-/// It failed with one line on stderr that contains all of `parts`.
+/// Checks that the binary failed, with one line on stderr that contains all of `parts`.
 fn one_line_naming(output: &Output, parts: &[&str]) {
     let stderr = text(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{stderr}");
@@ -33,7 +33,7 @@ fn one_line_naming(output: &Output, parts: &[&str]) {
     }
 }
 
-/// A file that is deleted with the test.
+/// A TOML file that is deleted when this is dropped.
 struct Toml(std::path::PathBuf);
 
 impl Toml {
@@ -93,7 +93,8 @@ async fn without_migrations_it_stays_unready_until_somebody_applies_them() {
     bed.set("MIGRATE_ON_START", "false");
     let queue = bed.declare("migrated-by-hand").await;
     let service = Process::spawn(bed.command());
-    // A quorum queue counts deliveries that come back: none may be taken yet.
+    // Intake must not take the message before there are tables: it would hand the message
+    // back again and again, and a quorum queue drops what was handed back too often.
     let sent = run(&bed, &["send", "--queue", &queue, "--payload", "patience"]).await;
     assert_eq!(sent.status.code(), Some(0), "{}", text(&sent.stderr));
     service.until_logged("intake cannot subscribe yet").await;
@@ -131,7 +132,7 @@ async fn check_config_prints_every_setting_and_no_secret() {
     }
     let (settings, policies) = shown.split_once("\n\n").expect("two parts");
     assert_eq!(settings.lines().count(), SETTINGS.len());
-    // The default, and the presets.
+    // There are 19 presets, and the default.
     assert_eq!(policies.lines().count(), 20, "{policies}");
     assert!(policies.lines().all(|line| line.starts_with("policy ")));
     assert!(policies.starts_with("policy default: 3 retries, 200ms "));
@@ -260,7 +261,7 @@ async fn what_send_publishes_comes_back() {
 #[tokio::test(flavor = "multi_thread")]
 async fn send_can_set_every_field_of_a_retry_message() {
     let bed = Bed::new().await;
-    // Nobody consumes, so what was sent can be read.
+    // No service runs, so the message stays in the intake queue and the test can read it.
     bed.client.declare(&bed.intake()).await;
     let arguments = "send --queue q --payload body --error e --error-type T \
          --error-class rate-limited --operation o --message-id m --retry-count 1 \

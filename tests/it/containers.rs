@@ -1,4 +1,5 @@
-//! What the container image and the stack around it rely on.
+//! The container image relies on `probe`, and the alert rules rely on metrics: both must
+//! fit the service.
 
 use std::{collections::BTreeSet, process::Output};
 
@@ -41,7 +42,7 @@ async fn probe_succeeds_beside_a_ready_service_and_fails_once_it_is_gone() {
 #[tokio::test(flavor = "multi_thread")]
 async fn probe_names_the_part_that_is_down() {
     let mut bed = Bed::new().await;
-    // Bound and never accepted from: a broker that is not there yet.
+    // The port is bound, but nobody answers there, so the service cannot reach a broker.
     let nobody = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = nobody.local_addr().expect("an address");
     bed.set("RABBITMQ_URL", &format!("amqp://{address}"));
@@ -88,7 +89,7 @@ fn alerts_use_only_metrics_that_exist() {
         .split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'))
         .filter(|word| word.starts_with("retry_") || word.starts_with("retries_"))
         .map(|word| word.trim_end_matches("_bucket"))
-        .filter(|word| *word != "retry_queue") // the table
+        .filter(|word| *word != "retry_queue") // a table, not a metric
         .collect();
     assert!(used.len() > 5, "{used:?}");
     for metric in used {

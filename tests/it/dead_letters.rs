@@ -1,4 +1,5 @@
-//! Raw dead letters: a team binds its DLX to our queue and needs no handler.
+//! Raw dead letters: a team lets its queues dead-letter into `DEAD_LETTER_QUEUE`, and
+//! needs no dead-letter handler of its own.
 
 use futures::StreamExt;
 use lapin::{

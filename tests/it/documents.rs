@@ -1,5 +1,5 @@
-//! Documents that state what the code states: `UPDATE_DOCS=1 cargo test documents`
-//! rewrites them.
+//! Documents that list the settings must agree with the code. `UPDATE_DOCS=1 cargo test
+//! documents` rewrites them.
 
 use std::{fs, path::PathBuf};
 
@@ -50,7 +50,7 @@ fn the_readmes_table_is_the_list_of_settings() {
     });
 }
 
-/// What both a shell and Compose read back as `value`.
+/// Quotes `value` so that both a shell and Compose read it back unchanged.
 fn quoted(value: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "_-./:@,+%=".contains(c);
     if value.chars().all(plain) {
@@ -61,7 +61,8 @@ fn quoted(value: &str) -> String {
     }
 }
 
-/// Compares a file with what `right` makes of it, or makes it so when asked.
+/// Fails unless the content of a file is what `right` makes of it. With `UPDATE_DOCS` set,
+/// writes that content instead.
 fn must_be(name: &str, right: impl Fn(&str) -> String) {
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(name);
     let found = fs::read_to_string(&path).unwrap_or_default();

@@ -1,4 +1,5 @@
-//! Events replay to rows; retention removes what has ended and nothing else.
+//! The events of a task replay to its row, retention removes only what has ended, and an
+//! idempotency key drops only what was applied before.
 
 use std::{sync::Arc, time::Duration};
 
@@ -51,13 +52,13 @@ fn recorder(bed: &Bed, store: &Store) -> Recorder {
     }
 }
 
-/// Settles the first task of a claim, and leaves the others as they were.
+/// Settles the first task of a claim, and leaves the other rows as they were.
 async fn settle_first(mut claim: Claim, end: Settlement) {
     let task = claim.tasks.remove(0);
     claim.settle(&[(&task, &end)]).await.unwrap();
 }
 
-/// Any of what a producer may say, about few enough messages that they meet.
+/// A random failure. Its id is one of a few thousand, so that many failures share an id.
 fn arrival(random: &mut fastrand::Rng) -> Arrived {
     let message = RetryMessage {
         message_id: Uuid::from_u128(random.u128(1..4000)).to_string(),
@@ -325,13 +326,14 @@ async fn a_key_drops_only_what_is_provably_the_same_failure() {
     let claim = store.claim(10, 1 << 20).await.unwrap();
     settle_first(claim, Settlement::SentBack { retry_count: 1 }).await;
 
-    // Said again: the same failure. Counted up: the next one.
+    // With the same count it is the same failure, which the key drops. With a higher count
+    // it is the next failure.
     recorder.record(vec![failure("a", 0)]).await.unwrap();
     let pending = "SELECT count(*) FROM retry_queue WHERE status = 'pending'";
     assert_eq!(bed.count(pending).await, 0);
     recorder.record(vec![failure("a", 1)]).await.unwrap();
     assert_eq!(bed.count(pending).await, 1);
-    // Another message under the same key is not dropped but shown to people.
+    // Another message under the same key is not dropped but goes to review.
     recorder.record(vec![failure("b", 0)]).await.unwrap();
     let conflicts = "SELECT count(*) FROM retry_queue
                      WHERE reason = 'conflict' AND original_payload = 'b'";
@@ -360,8 +362,9 @@ async fn what_expired_and_cannot_be_sent_waits_like_all_else() {
     assert_eq!(store.claim(10, 1 << 20).await.unwrap().tasks.len(), 0);
 }
 
-/// The consumer may fail before the dispatcher has written that it was sent.
-/// Taken for a duplicate of what waits, that failure would be lost.
+/// A consumer may fail a message before the dispatcher has committed that it was sent
+/// back. If intake took this failure for a duplicate of the row that waits, the failure
+/// would be lost.
 #[tokio::test(flavor = "multi_thread")]
 async fn what_fails_again_before_it_is_settled_waits_again() {
     let bed = Bed::new().await;

@@ -1,4 +1,5 @@
-//! Several instances on one database: nothing twice, nothing missing.
+//! Several instances share one database: together they send every row once. Only a batch
+//! that an instance was sending when it was killed is sent again.
 
 use std::collections::HashMap;
 
@@ -12,7 +13,7 @@ const ROWS: i32 = 20_000;
 const RETRIED: &str = "SELECT count(*) FROM retry_queue WHERE status = 'retried'";
 const EVENTS_OF_OTHERS: &str = "SELECT count(DISTINCT instance) FROM retry_events";
 
-/// How often each id is in the queue.
+/// Empties a queue, and returns how often each id was in it.
 async fn times_in(client: &Client, queue: &str) -> HashMap<String, u32> {
     let depth = client.depth(queue).await.expect("the queue");
     let mut times = HashMap::new();
@@ -54,7 +55,7 @@ async fn an_instance_killed_mid_batch_loses_nothing_and_repeats_only_that_batch(
     let survivors: Vec<_> = (0..3).map(|_| bed.spawn()).collect();
     let proxy = bed.proxy_postgres().await;
     let mut victim = bed.spawn();
-    // Published and confirmed, not committed: then it dies.
+    // The victim is killed when its batch is published and confirmed, but not committed.
     let sprung = proxy.set_trap(Trap::on_request(b"COMMIT", Fault::Hold).after(b"job "));
     bed.insert_due(&queue, ROWS).await;
     assert!(sprung.within(PATIENCE).await);
@@ -92,8 +93,8 @@ async fn eight_instances_starting_at_once_on_an_empty_database_all_become_ready(
     }
 }
 
-/// Behind a pooler in transaction mode a session is anybody's: what outlives its
-/// transaction there is lost, or met by a stranger.
+/// A pooler in transaction mode may give each transaction of a client another session. So
+/// a lock or a setting that outlives its transaction is lost to us, and affects others.
 #[tokio::test(flavor = "multi_thread")]
 async fn nothing_is_asked_of_postgres_that_a_pooler_in_transaction_mode_cannot_keep() {
     let bed = Bed::new().await;
@@ -114,7 +115,7 @@ async fn nothing_is_asked_of_postgres_that_a_pooler_in_transaction_mode_cannot_k
     let log = crate::support::shared().await.postgres.log();
     let log = std::fs::read_to_string(log).expect("Postgres's log");
     let said = |what: &str| log.to_lowercase().contains(what);
-    // The log is of what it should be: the lock and the limits of a transaction.
+    // The log has the service's statements; its locks and limits are local to a transaction.
     assert!(said("pg_advisory_xact_lock"), "the migration lock");
     assert!(said("set_config('statement_timeout', '13500', true)"));
     assert!(said("for update skip locked"), "the claim");

@@ -1,4 +1,4 @@
-//! Idempotency keys on the command line: computed, shown and cleared.
+//! Idempotency keys on the command line: they are computed, shown and cleared.
 
 use retry_scheduler::wire::proto::RetryMessage;
 
@@ -7,8 +7,9 @@ use crate::{
     support::{Bed, message},
 };
 
-/// What `hashlib.sha256(str(sorted(fields.items())).encode()).hexdigest()` prints in
-/// Python for these fields.
+/// Operation, tenant id, correlation id, parameters, and the key that
+/// `hashlib.sha256(str(sorted(fields.items())).encode()).hexdigest()` gives for them in
+/// Python.
 const VECTORS: [(&str, &str, &str, &str, &str); 3] = [
     (
         "kill_switch_update",
@@ -33,9 +34,10 @@ const VECTORS: [(&str, &str, &str, &str, &str); 3] = [
     ),
 ];
 
-/// The same, for parameters that were put into the dictionary as b, then a; and as a,
-/// then b.
+/// Python's key for the parameters `b = 2` and `a = 1`, when they were put into the
+/// dictionary in this order.
 const OUT_OF_ORDER: &str = "0c404780a90f77a5636322f18173c6f5d4e416bbfa6d2523e17c2bebfd500074";
+/// Python's key for the same parameters, when `a` was put into the dictionary before `b`.
 const IN_ORDER: &str = "2ccf1bb9e8b0a3b1f5dc1e0227d44f14774c98a413b2f2c0e2b6a25aa36dca7f";
 
 async fn key(bed: &Bed, operation: &str, tenant: &str, correlation: &str, json: &str) -> String {
@@ -63,7 +65,8 @@ async fn a_computed_key_is_pythons_for_parameters_in_alphabetical_order() {
         let printed = key(&bed, operation, tenant, correlation, json).await;
         assert_eq!(printed, expected, "{operation}");
     }
-    // In any other order Python's key is another one, and ours is not.
+    // Python's key depends on the order of the parameters. Ours does not, and is Python's
+    // for alphabetical order.
     let printed = key(&bed, "store", "t", "c", r#"{"b": 2, "a": 1}"#).await;
     assert_eq!(printed, IN_ORDER);
     assert_ne!(printed, OUT_OF_ORDER);
@@ -123,7 +126,7 @@ async fn a_key_can_be_shown_and_cleared_and_its_history_tells_who_did_it() {
         ]
     );
 
-    // The key is free again: the same failure is taken for a new one.
+    // The key is free again, so the same failure is taken for the next one.
     bed.client.send(&bed.intake(), &sent).await;
     assert_eq!(inbox.next().await.number("x-retry-count"), Some(2));
     service.stop().await;

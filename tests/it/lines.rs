@@ -1,5 +1,5 @@
-//! The log as programs read it: one JSON object a line, each signed, and the events of
-//! history with the fields that an audit needs.
+//! The log as programs read it. Each line is a JSON object that names the service, its
+//! version and the instance. The lines of events have the fields that an audit needs.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use crate::support::{Bed, Process, eventually, message};
 
-/// The fields of every event.
+/// The fields that the line of every event has.
 const OF_ALL: [&str; 10] = [
     "timestamp",
     "event_type",
@@ -26,7 +26,8 @@ const OF_ALL: [&str; 10] = [
     "policy",
 ];
 
-/// The fields of each kind of event besides, and the action where it has one.
+/// Each kind of event, the action if it is about a key, and the fields that its line has
+/// besides [`OF_ALL`].
 const OF_EACH: [(EventKind, Option<KeyAction>, &[&str]); 8] = [
     (
         EventKind::Scheduled,
@@ -101,7 +102,7 @@ fn parsed(log: &str) -> Vec<BTreeMap<String, Value>> {
         .collect()
 }
 
-/// A failure that says everything that an audit asks for.
+/// A failure with all the fields that an audit asks for.
 fn failure(queue: &str, payload: &str) -> RetryMessage {
     RetryMessage {
         category: "RETRY_NATS_PUBLISH".into(),
@@ -199,7 +200,7 @@ async fn every_kind_of_event_is_a_line_with_the_fields_an_audit_needs() {
         });
         found.next().expect("a line")
     };
-    // Executions are counted: the first one has failed, and three are allowed.
+    // Attempts are counted as executions: the first one has failed, and three are allowed.
     let sent_back = one("message_id", &first.message_id, EventKind::SentBack);
     assert_eq!(sent_back["attempt_number"], 1);
     assert_eq!(sent_back["max_attempts"], 3);
@@ -208,12 +209,12 @@ async fn every_kind_of_event_is_a_line_with_the_fields_an_audit_needs() {
     assert_eq!(reviewed["total_attempts"], 3);
     let hit = one("action", "hit", EventKind::Idempotency);
     assert_eq!(hit["applied_to"], first.message_id.as_str());
-    // The producer's own due time counts, and not what the policy would have said.
+    // The delay is the one that the producer asked for, not the shorter one of the policy.
     let waits = one("message_id", &far_off.message_id, EventKind::Scheduled);
     let delay = waits["delay_seconds"].as_f64().expect("a number");
     assert!((3000.0..=3600.0).contains(&delay), "{delay}");
 
-    // Line and event tell the same delay.
+    // The log line and the event tell the same delay.
     let events: Vec<(String, String, Option<i64>)> = sqlx::query_as(
         "SELECT q.message_id::text, e.event_type, e.delay_ms
          FROM retry_events e JOIN retry_queue q ON q.id = e.task_id
@@ -232,7 +233,7 @@ async fn every_kind_of_event_is_a_line_with_the_fields_an_audit_needs() {
         *compared.entry(kind).or_insert(0) += 1;
     }
     assert!(compared[&EventKind::SentBack] >= 1 && compared[&EventKind::Scheduled] >= 4);
-    // Operation and error type are in the rows and in history, too.
+    // The rows and the events have the operation and the error type, too.
     let named = "SELECT count(*) FROM retry_queue
                  WHERE operation IS NULL OR error_type IS DISTINCT FROM 'TimeoutError'";
     assert_eq!(bed.count(named).await, 0);
@@ -241,7 +242,6 @@ async fn every_kind_of_event_is_a_line_with_the_fields_an_audit_needs() {
     assert_eq!(bed.count(named).await, 0);
 }
 
-/// What the janitor cannot do is said as a warning, with what Postgres said.
 #[tokio::test(flavor = "multi_thread")]
 async fn what_the_janitor_cannot_do_is_a_warning_that_names_the_cause() {
     let bed = Bed::new().await;

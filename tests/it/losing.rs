@@ -1,4 +1,5 @@
-//! Losing work: each way that was found, really gone, and nothing is lost.
+//! Each test takes one way in which work could be lost, such as an answer that is lost, a
+//! crash or an outage, and shows that nothing is.
 
 use std::{collections::HashSet, pin::pin, task::Poll};
 
@@ -22,13 +23,15 @@ use crate::support::{Bed, PATIENCE, Received, breakable, eventually, message};
 
 const RETRIED: &str = "SELECT count(*) FROM retry_queue WHERE status = 'retried'";
 
-/// Long enough that nothing falls due unless the test says so.
+/// Sets delays of ten minutes, so that a retry falls due only when the test calls
+/// [`Bed::make_due`].
 fn wait_for_the_test(bed: &mut Bed) {
     bed.set("BASE_DELAY_MS", "600000")
         .set("MAX_DELAY_MS", "600000");
 }
 
-/// Runs `work` until it has waited `waits` times, then drops it where it stands.
+/// Lets `work` wait `waits` times. If it then has to wait once more, it is dropped half-way
+/// and the result is `None`.
 async fn cancelled_after<F: Future>(waits: usize, work: F) -> Option<F::Output> {
     let mut work = pin!(work);
     let mut left = waits;
@@ -46,7 +49,8 @@ async fn cancelled_after<F: Future>(waits: usize, work: F) -> Option<F::Output> 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_transaction_cancelled_anywhere_leaves_no_open_one_in_the_pool() {
     let mut bed = Bed::new().await;
-    // Postgres's own limit on idle transactions must not come to the rescue.
+    // The limit on idle transactions is a little more than CONFIRM_TIMEOUT_MS. It is set so
+    // high that Postgres does not end a forgotten transaction during the test.
     bed.set("DISPATCH_WORKERS", "1")
         .set("DATABASE_POOL_SIZE", "3")
         .set("CONFIRM_TIMEOUT_MS", "3600000");
@@ -58,7 +62,8 @@ async fn a_transaction_cancelled_anywhere_leaves_no_open_one_in_the_pool() {
     let (mut cut_short, mut completed) = (0, 0);
     for round in 0..10 {
         for waits in 0..16 {
-            // In hand or half begun, both are dropped at the end of the turn.
+            // A transaction that was begun in full is dropped here as well, without COMMIT or
+            // ROLLBACK.
             let done = if round % 2 == 0 {
                 cancelled_after(waits, all()).await.is_some()
             } else {
@@ -76,7 +81,8 @@ async fn a_transaction_cancelled_anywhere_leaves_no_open_one_in_the_pool() {
         0,
     )
     .await;
-    // An open transaction would still hold rows, or swallow this settlement.
+    // If a transaction were still open it would hold rows, and this claim would not get all
+    // of them.
     let mut claim = all().await.expect("a claim");
     let tasks = std::mem::take(&mut claim.tasks);
     assert_eq!(tasks.len(), 50);
@@ -97,7 +103,8 @@ async fn a_begin_that_timed_out_swallows_no_later_write() {
     let service = bed.start().await;
     let messages: Vec<_> = (0..20).map(|n| message(&queue, format!("{n}"))).collect();
 
-    // Postgres does what it is told, and the service gives up waiting to hear it.
+    // Postgres runs the statements, but its answers do not arrive, and the service gives up
+    // waiting for them.
     proxy.set(Way::NoAnswers);
     bed.client.send_all(&bed.intake(), &messages).await;
     service.until_down("consumer").await;
@@ -121,8 +128,8 @@ async fn every_return_is_told_of_the_message_it_belongs_to() {
     let settings = bed.settings();
     let broker = Broker::new(&settings).expect("a broker");
     let mut publisher = broker.publisher(&bed.review()).await.expect("connected");
-    // One in seven goes nowhere: lapin hands returns to the wrong confirms when
-    // many are in flight.
+    // One message in seven is for a queue that does not exist. While many messages are in
+    // flight, lapin hands a return to the confirm of another message.
     let (here, nowhere) = (queue.as_str(), bed.queue("nowhere"));
     let batch: Vec<Outgoing> = (0..6000)
         .map(|n| {
@@ -195,7 +202,7 @@ async fn what_would_hurt_in_the_target_queue_is_not_replayed_and_the_rest_is() {
         }),
         ..message(&queue, "body")
     };
-    // JSON has room for what protobuf has no field for.
+    // The contract has no fields for these two properties, but JSON can carry them.
     let mut json = serde_json::to_value(&sent).expect("JSON");
     json["properties"]["expiration"] = "0".into();
     json["properties"]["userId"] = "stranger".into();
@@ -211,7 +218,8 @@ async fn what_would_hurt_in_the_target_queue_is_not_replayed_and_the_rest_is() {
     bed.until_count(RETRIED, 1).await;
     service.stop().await;
 
-    // Nobody has read it, and it is still there.
+    // The message waits in its queue until somebody consumes it. With the expiration it
+    // would be gone, and with `CC` or `BCC` there would be copies.
     assert_eq!(bed.client.depth(&queue).await, Some(1));
     assert_eq!(bed.client.depth(&stranger).await, Some(0));
     let back = bed.client.consume(&queue).await.next().await;
@@ -241,8 +249,7 @@ async fn while_postgres_is_down_nothing_is_consumed_and_no_delivery_limit_is_bur
     let mut bed = Bed::on(&stack).await;
     bed.set("DATABASE_TIMEOUT_MS", "1000");
     let queue = bed.declare("target").await;
-    // With this limit the broker drops what was handed back three times. That
-    // the queue is used as it is found is shown on the way.
+    // With this limit the broker drops a message that was handed back three times.
     let mut arguments = FieldTable::default();
     arguments.insert(
         "x-queue-type".into(),
@@ -304,13 +311,15 @@ async fn a_stored_batch_whose_commit_was_not_answered_is_stored_once() {
         assert!(expected.remove(&back.id()), "twice: {}", back.id());
         assert_eq!(back.number("x-retry-count"), Some(1));
     }
-    // A later one overtakes nothing: had any come again, it would be here first.
+    // If one of the messages had been sent again, it would come before this later one.
     bed.client
         .send(&bed.intake(), &message(&queue, "last"))
         .await;
     assert_eq!(inbox.next().await.body, b"last");
     bed.until_count(RETRIED, 21).await;
-    // It was looked up, and not handed back and met again.
+    // There are two events a message: it was scheduled, and it was sent back. The service
+    // found the batch by looking it up; had it handed the deliveries back to the queue, each
+    // would have a third event.
     bed.until_count("SELECT count(*) FROM retry_events", 42)
         .await;
     service.stop().await;
@@ -406,7 +415,7 @@ async fn a_crash_between_confirm_and_commit_republishes_once_more() {
         let stored = sqlx::query_scalar::<_, i64>("SELECT count(*) FROM retry_queue")
             .fetch_one(&bed.db)
             .await;
-        // There is no table at first.
+        // The query fails until the service has made the tables.
         (stored.ok()? == 1).then_some(())
     })
     .await;
@@ -426,7 +435,7 @@ async fn a_crash_between_confirm_and_commit_republishes_once_more() {
     assert_eq!(again.id(), sent.message_id);
     assert_eq!(again.body, marker.as_bytes());
     assert_eq!(again.number("x-retry-count"), Some(1));
-    // It is the same attempt, sent again.
+    // Both messages are the same attempt, so they carry the same attempt id.
     let attempt = |received: &Received| received.text("x-retry-attempt-id").expect("an id");
     assert_eq!(attempt(&first), attempt(&again));
     bed.until_count(RETRIED, 1).await;
@@ -554,7 +563,7 @@ async fn while_nothing_can_be_settled_one_message_is_sent_again_and_not_all_of_t
     let mut bed = Bed::new().await;
     bed.set("DISPATCH_WORKERS", "1");
     bed.migrate().await;
-    // A full disk lets rows be read and locked, and nothing be written.
+    // The trigger acts like a full disk: rows can be read and locked, but not changed.
     sqlx::raw_sql(
         "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$
          BEGIN

@@ -1,8 +1,9 @@
-//! The whole service against real Postgres and real RabbitMQ.
+//! Tests of the whole service, with a real Postgres and a real RabbitMQ.
 //!
-//! One binary, so that all tests share one private pair of services; each test
-//! has a database and queue names of its own. Tests that break a service use
-//! [`support::Breakable`], a second pair that one test has at a time.
+//! All tests are in one binary, so that they share one Postgres and one RabbitMQ. Each
+//! test has a database and queue names of its own ([`support::Bed`]). A test that stops
+//! or breaks Postgres or RabbitMQ uses [`support::Breakable`], a second pair that one
+//! test has at a time.
 
 #![allow(
     clippy::expect_used,

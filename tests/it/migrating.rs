@@ -1,5 +1,5 @@
-//! Migrations under load: whoever applies them, and whatever they lock, work
-//! goes on afterwards, and nothing is lost or repeated.
+//! Migrations under load: whoever applies them, and whatever they lock, the service goes
+//! on afterwards, and no message is lost or sent twice.
 
 use std::collections::HashSet;
 
@@ -9,15 +9,15 @@ use crate::support::{Bed, Process, eventually, message};
 
 const RETRIED: &str = "SELECT count(*) FROM retry_queue WHERE status = 'retried'";
 
-/// How often something was sent back, by history.
+/// How often a message was sent back, according to the events.
 const SENT_BACK: &str = "SELECT count(*) FROM retry_events WHERE event_type = 'retry_attempt'";
 
-/// Sessions of the service that wait for a lock.
+/// How many sessions in the test's database wait for a lock.
 const WAITING: &str = "SELECT count(*) FROM pg_stat_activity
      WHERE datname = current_database() AND wait_event_type = 'Lock'";
 
-/// What a later version may do to the tables in one transaction, with everybody
-/// else locked out until it commits.
+/// Changes that a later version may make to the tables, each in a transaction that locks
+/// everybody else out until it commits.
 const LATER: [&str; 3] = [
     "ALTER TABLE retry_queue ADD COLUMN later TEXT NOT NULL DEFAULT 'none'",
     "ALTER TABLE retry_events ADD COLUMN later BIGINT",
@@ -27,7 +27,7 @@ const LATER: [&str; 3] = [
          VALUES (9000, 'of a later version', TRUE, '', 0)",
 ];
 
-/// And outside of one.
+/// A change that a later version may make outside of a transaction.
 const LATER_STILL: &str = "CREATE INDEX CONCURRENTLY later ON retry_queue (error_class)";
 
 #[tokio::test(flavor = "multi_thread")]
@@ -57,7 +57,8 @@ async fn migrations_under_load_lose_nothing_and_repeat_nothing() {
     let (index, ()) = tokio::join!(index, migrate(&bed));
     index.expect("an index");
 
-    // One of the old version starts where a later one has been, and takes over.
+    // An instance of this version starts on tables that a later version has changed, and
+    // takes over from the first instance.
     bed.client.send_all(&bed.intake(), &chunk()).await;
     let new = Process::spawn(bed.command());
     new.until_ready().await;
@@ -76,7 +77,7 @@ async fn migrations_under_load_lose_nothing_and_repeat_nothing() {
     assert_eq!(new.ended().await.0.code(), Some(0));
 }
 
-/// As somebody may at any time, before a new version is rolled out.
+/// Runs the `migrate` command, as an operator may at any time.
 async fn migrate(bed: &Bed) {
     let mut command = bed.command();
     command.arg("migrate");

@@ -1,4 +1,5 @@
-//! Rows that a newer version wrote: this one leaves them alone, and works around them.
+//! Rows that a newer version of the service wrote: this version leaves them alone, and
+//! goes on with all others.
 
 use std::{sync::Arc, time::Duration};
 
@@ -12,14 +13,14 @@ use uuid::Uuid;
 
 use crate::support::{Bed, Process, message};
 
-/// Lets the tables hold texts that only a newer version knows, as its migration would.
+/// Lets the table hold texts that only a newer version knows, as its migration would.
 const NEWER: &str = "
     ALTER TABLE retry_queue DROP CONSTRAINT retry_queue_status_check;
     ALTER TABLE retry_queue DROP CONSTRAINT retry_queue_reason_check;
     ALTER TABLE retry_queue DROP CONSTRAINT retry_queue_error_class_check";
 
-/// A due, old row with these texts, and an event of a kind that only a newer version
-/// knows. Gives its message's id.
+/// Inserts a row with these texts that has been due for an hour and was settled a year
+/// ago, and an event of a type that only a newer version knows. Returns its message's id.
 async fn row_of_the_future(
     bed: &Bed,
     queue: &str,
@@ -61,7 +62,8 @@ async fn snapshot(bed: &Bed, ids: &[Uuid]) -> Vec<String> {
 #[tokio::test(flavor = "multi_thread")]
 async fn rows_of_a_newer_version_stay_as_they_are_while_claims_intake_and_retention_go_on() {
     let mut bed = Bed::new().await;
-    // A batch of two would be filled by what is left alone, if that were claimed.
+    // If the rows of the newer version were claimed, they would fill every batch of two, and
+    // no other row would be sent.
     bed.set("DISPATCH_BATCH", "2");
     bed.migrate().await;
     bed.arrange(NEWER).await;
@@ -78,12 +80,13 @@ async fn rows_of_a_newer_version_stay_as_they_are_while_claims_intake_and_retent
     service.until_ready().await;
     let mut inbox = bed.client.consume(&queue).await;
 
-    // Claims go on: due rows behind those of the future are sent, in full batches too.
+    // Claims go on: rows that fell due after those of the newer version are sent.
     bed.insert_due(&queue, 50).await;
     for back in inbox.take(50).await {
         assert_ne!(back.body, b"future");
     }
-    // Intake goes on: one batch has a new failure, and failures whose ids are taken.
+    // Intake goes on: a new failure is stored, and failures that have the ids of those rows
+    // go to review.
     let mut review = bed.client.consume(&bed.review()).await;
     let fresh = message(&queue, "fresh");
     let mut batch = vec![fresh.clone()];
@@ -109,7 +112,8 @@ async fn rows_of_a_newer_version_stay_as_they_are_while_claims_intake_and_retent
     assert_eq!(times.count(), 1, "{log}");
     assert!(!log.contains("not available"), "{log}");
 
-    // Retention goes on: what has ended is removed, and what is not ours is counted.
+    // Retention goes on: what has ended is removed, and the rows of the newer version are
+    // counted.
     let metrics = Arc::new(Metrics::new(1).expect("metrics"));
     let nothing = Duration::ZERO;
     let janitor = Janitor {

@@ -1,4 +1,5 @@
-//! A message's whole way, as its promises say.
+//! The whole way of a message: it fails, waits, is sent back unchanged, and goes to review
+//! when its retries are spent.
 
 use std::{
     collections::HashMap,
@@ -52,7 +53,7 @@ async fn three_hundred_messages_end_where_they_belong_and_all_numbers_agree() {
     let mut sent: HashMap<String, (RetryMessage, Instant)> = HashMap::new();
     let mut messages = Vec::new();
     for n in 0..300_usize {
-        // 0 bytes to 1 MB: most small, every 30th large.
+        // Sizes are from 0 bytes to 1 MB: most are small, and every 30th is large.
         let size = match n % 30 {
             0 => 0,
             29 => 1_000_000,
@@ -84,8 +85,8 @@ async fn three_hundred_messages_end_where_they_belong_and_all_numbers_agree() {
                 back.number("x-retry-count"),
                 Some(i64::from(m.retry_count) + 1)
             );
-            // Sent after the previous confirm, so the wait began no earlier
-            // than a moment before this one.
+            // The service may store a message, and so begin its wait, a moment before the test
+            // gets the confirm. So the wait may seem a little too short.
             let least = Duration::from_millis(200 << m.retry_count);
             let early = least.saturating_sub(back.at - *confirmed_at);
             assert!(early < Duration::from_millis(150), "early by {early:?}");
@@ -162,7 +163,7 @@ async fn a_consumer_that_always_fails_and_never_counts_gets_max_retries_then_rev
     for _ in 0..20 * 3 {
         let back = inbox.next().await;
         *times.entry(back.id()).or_default() += 1;
-        // As a handler does that forgets to count.
+        // The consumer reports a count of 0, however often it has got the message.
         let again = RetryMessage {
             message_id: back.id(),
             original_payload: back.body,

@@ -1,5 +1,5 @@
-//! However the tables looked when Postgres last analyzed them, a statement walks
-//! its index and no more of it than it takes.
+//! Query plans: whatever Postgres knew of the tables when it planned, a statement finds
+//! its rows by an index, and reads no more of that than it needs.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use crate::support::{Bed, eventually, message};
 
 const RETRIED: &str = "SELECT count(*) FROM retry_queue WHERE status = 'retried'";
 
-/// Rows of a thousand queues, all with this status.
+/// SQL that inserts `count` rows with this status, spread over a thousand queues.
 fn rows(count: u32, status: &str) -> String {
     format!(
         "INSERT INTO retry_queue (message_id, original_payload, original_queue, status)
@@ -19,14 +19,14 @@ fn rows(count: u32, status: &str) -> String {
     )
 }
 
-/// The statement of this name.
 fn named(name: &str) -> &'static Statement {
     let found = STATEMENTS.iter().find(|statement| statement.name == name);
     found.unwrap_or_else(|| panic!("no statement {name:?}"))
 }
 
-/// How Postgres reads tables for a statement it has prepared for any values:
-/// index and condition of each scan.
+/// How Postgres reads our tables when it runs a statement by its generic plan: the index
+/// and the condition of each scan. Panics if the plan compares rows pair by pair, or
+/// compiles (JIT).
 async fn reads(bed: &Bed, name: &str) -> Vec<String> {
     let (statement, settings) = (named(name).text(), named(name).settings());
     let mut tx = bed.db.begin().await.expect("a transaction");
@@ -72,7 +72,8 @@ async fn reads(bed: &Bed, name: &str) -> Vec<String> {
         .collect()
 }
 
-/// Tables as Postgres may have seen them when it planned.
+/// States in which Postgres may have seen the tables when it planned: a name, and the SQL
+/// that brings them about. Each adds to the one before, unless it truncates.
 fn scenes() -> Vec<(&'static str, String)> {
     let key = "INSERT INTO idempotency_keys (scope, key, retry_count, digest, expires_at)
                SELECT '', i, 0, '', now() FROM generate_series";
@@ -141,8 +142,8 @@ async fn a_claim_walks_the_index_that_has_its_order_whatever_postgres_believes()
     }
 }
 
-/// Planned on a small table, a statement must not read all of it: the plan stays
-/// while the table grows.
+/// A plan that was made for a small table stays in use while the table grows. So a
+/// statement must not read the whole table even when that is small.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_batch_finds_its_rows_by_key_whatever_postgres_believes() {
     let bed = Bed::new().await;
@@ -166,7 +167,8 @@ async fn a_batch_finds_its_rows_by_key_whatever_postgres_believes() {
             let found = reads(&bed, statement).await;
             assert!(!found.is_empty(), "{scene}: {statement}");
             for scan in found {
-                // The oldest events are the first of their index.
+                // The oldest events come first in the primary key, so reading them needs no
+                // condition.
                 let keyed = scan.contains("Cond: ") || scan.starts_with("retry_events_pkey ");
                 assert!(keyed, "{scene}: {scan} in {statement}");
             }

@@ -1,5 +1,5 @@
-//! "Standing still with green health": whatever happens to the services, it is
-//! noticed, shown, survived and made good without anybody's help.
+//! Whatever happens to Postgres or RabbitMQ, the service notices it, shows it on `/ready`,
+//! survives it, and resumes its work without help.
 
 use std::collections::HashSet;
 
@@ -14,7 +14,7 @@ const PENDING: &str = "SELECT count(*) FROM retry_queue WHERE status = 'pending'
 const RETRIED: &str = "SELECT count(*) FROM retry_queue WHERE status = 'retried'";
 const FAILED: &str = "SELECT count(*) FROM retry_queue WHERE status = 'failed'";
 
-/// A bed that notices trouble soon.
+/// A bed with short time-outs, so that the service notices trouble soon.
 async fn impatient(stack: &Breakable) -> Bed {
     let mut bed = Bed::on(stack).await;
     bed.set("BROKER_HEARTBEAT_SECONDS", "1")
@@ -25,14 +25,14 @@ async fn impatient(stack: &Breakable) -> Bed {
     bed
 }
 
-/// Sends one message and waits until it is back.
+/// Reports one failure, and waits until its message is sent back.
 async fn round_trip(bed: &Bed, inbox: &mut Inbox, queue: &str) {
     let sent = message(queue, "there and back");
     bed.client.send(&bed.intake(), &sent).await;
     while inbox.next().await.id() != sent.message_id {}
 }
 
-/// Takes messages until all of `ids` have been seen; how many came.
+/// Takes messages until all of `ids` have been seen; returns how many came.
 async fn until_all(inbox: &mut Inbox, ids: impl IntoIterator<Item = String>) -> usize {
     let mut missing: HashSet<String> = ids.into_iter().collect();
     let mut came = 0;
@@ -43,7 +43,7 @@ async fn until_all(inbox: &mut Inbox, ids: impl IntoIterator<Item = String>) -> 
     came
 }
 
-/// Messages that are due only after the disturbance, and their ids.
+/// New failures for `queue`, and their ids.
 fn later(queue: &str, count: usize) -> (Vec<RetryMessage>, Vec<String>) {
     let messages: Vec<RetryMessage> = (0..count)
         .map(|n| message(queue, format!("message {n}")))
@@ -65,8 +65,8 @@ async fn a_deleted_intake_queue_turns_readiness_red_and_is_declared_anew() {
     let mut inbox = bed.client.consume(&queue).await;
     round_trip(&bed, &mut inbox, &queue).await;
 
-    // The name is taken at once by a queue that only another connection may
-    // use, so that red lasts until we have seen it.
+    // After the queue is deleted, another connection declares an exclusive queue with its
+    // name. So the service cannot declare it anew at once, and the test can see it unready.
     let squatter = Client::connect(bed.setting("RABBITMQ_URL")).await;
     let exclusive = QueueDeclareOptions {
         exclusive: true,
@@ -131,7 +131,7 @@ async fn a_memory_alarm_spends_no_attempt_and_all_arrives_when_it_clears() {
         ids.push(id.to_string());
     }
     service.until_down("publisher").await;
-    // Given back, not held until the broker answers.
+    // The rows are unlocked: the dispatcher does not hold them until the broker answers.
     bed.until_count(
         "SELECT count(*) FROM (SELECT FROM retry_queue FOR UPDATE SKIP LOCKED) AS free",
         20,
@@ -164,7 +164,8 @@ async fn a_memory_alarm_spends_no_attempt_and_all_arrives_when_it_clears() {
 async fn a_blocked_broker_does_not_keep_the_service_from_stopping() {
     let stack = breakable().await;
     let mut bed = impatient(&stack).await;
-    // Long timeouts towards the broker: only the deadline itself can end it.
+    // The broker will not confirm, and the time-out of confirms is far longer than the test
+    // waits. Only SHUTDOWN_TIMEOUT_MS can end the wait.
     bed.set("SHUTDOWN_TIMEOUT_MS", "2000")
         .set("BROKER_TIMEOUT_MS", "2000")
         .set("CONFIRM_TIMEOUT_MS", "600000");
@@ -174,7 +175,7 @@ async fn a_blocked_broker_does_not_keep_the_service_from_stopping() {
 
     disturb(|| stack.rabbitmq.raise_memory_alarm());
     bed.insert_one(&queue, b"stays").await;
-    // The row is claimed: a batch is in hand that the broker will not confirm.
+    // The row is locked, so the dispatcher has claimed it and waits for its confirm.
     bed.until_count(
         "SELECT count(*) FROM (SELECT FROM retry_queue FOR UPDATE SKIP LOCKED) AS free",
         0,
@@ -206,7 +207,7 @@ async fn a_frozen_broker_is_noticed_by_its_missing_heartbeats() {
     disturb(|| stack.rabbitmq.resume());
 
     service.until_ready().await;
-    // The test's own connection may not have survived either.
+    // The test connects anew, because its own connection may not have survived either.
     let client = Client::connect(bed.setting("RABBITMQ_URL")).await;
     let mut inbox = client.consume(&queue).await;
     until_all(&mut inbox, [id.to_string()]).await;
@@ -237,8 +238,8 @@ async fn connections_closed_by_the_broker_are_made_anew() {
     service.stop().await;
 }
 
-/// What waits in the intake queue, in Postgres and in the target queue survives
-/// the broker's end, however it ends.
+/// Ends RabbitMQ in the given way, starts it again, and checks that no message is lost,
+/// whether it was in the intake queue, in Postgres or in the target queue.
 async fn outlives_the_broker(end: impl FnOnce(&Breakable) -> anyhow::Result<()>) {
     let stack = breakable().await;
     let mut bed = impatient(&stack).await;
@@ -246,7 +247,7 @@ async fn outlives_the_broker(end: impl FnOnce(&Breakable) -> anyhow::Result<()>)
     let queue = bed.declare("restart").await;
     let service = bed.start().await;
     let (messages, ids) = later(&queue, 50);
-    // Not all of these are stored when the broker ends.
+    // Some of these may not be stored yet when the broker ends.
     bed.client.send_all(&bed.intake(), &messages).await;
     disturb(|| end(&stack));
     service.until_down("consumer").await;
@@ -272,7 +273,8 @@ async fn a_killed_broker_loses_nothing_and_needs_nobody() {
     outlives_the_broker(|stack| stack.rabbitmq.kill()).await;
 }
 
-/// What is sent while Postgres is gone waits in the broker, unharmed.
+/// Takes Postgres away in the given way and brings it back. Failures that are sent
+/// meanwhile wait in RabbitMQ, and none is lost.
 async fn outlives_postgres(
     end: impl FnOnce(&Breakable) -> anyhow::Result<()>,
     begin: impl FnOnce(&Breakable) -> anyhow::Result<()>,

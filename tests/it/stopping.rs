@@ -1,5 +1,5 @@
-//! Stopping: asked once it finishes or rolls back what is in hand, asked twice
-//! it leaves at once, and no stop loses anything.
+//! Stopping: after one signal the service finishes or rolls back what is in hand, after a
+//! second one it exits at once. Neither loses anything.
 
 use std::collections::HashSet;
 
@@ -9,11 +9,11 @@ use crate::support::{Bed, Process, eventually, message};
 
 const RETRIED: &str = "SELECT count(*) FROM retry_queue WHERE status = 'retried'";
 
-/// Sessions of the service that wait for a lock.
+/// How many sessions in the test's database wait for a lock.
 const WAITING: &str = "SELECT count(*) FROM pg_stat_activity
      WHERE datname = current_database() AND wait_event_type = 'Lock'";
 
-/// Keeps everybody else from the tables until it is dropped.
+/// Locks the tables against everybody else until the returned transaction ends.
 async fn hold_tables(bed: &Bed) -> sqlx::Transaction<'static, sqlx::Postgres> {
     let mut tx = bed.db.begin().await.expect("a transaction");
     sqlx::query("LOCK TABLE retry_queue, retry_events IN ACCESS EXCLUSIVE MODE")
@@ -76,7 +76,8 @@ async fn deliveries_in_hand_go_back_to_the_queue_when_they_cannot_be_stored_in_t
     })
     .await;
     held.rollback().await.unwrap();
-    // Rolled back with the connection, however long Postgres takes to notice.
+    // Postgres may take a while to notice that the service's connection is gone. It then rolls
+    // back the transaction that waited for the lock.
     bed.until_count(WAITING, 0).await;
     assert_eq!(bed.count("SELECT count(*) FROM retry_queue").await, 0);
 }
@@ -84,7 +85,8 @@ async fn deliveries_in_hand_go_back_to_the_queue_when_they_cannot_be_stored_in_t
 #[tokio::test(flavor = "multi_thread")]
 async fn a_second_signal_ends_it_at_once() {
     let mut bed = Bed::new().await;
-    // Far longer than the test waits: only the second signal can end it.
+    // Both time-outs are far longer than the test waits, so only the second signal can end
+    // the process.
     bed.set("SHUTDOWN_TIMEOUT_MS", "600000")
         .set("DATABASE_TIMEOUT_MS", "600000");
     let queue = bed.declare("twice").await;
@@ -125,7 +127,7 @@ async fn rolling_restarts_under_load_lose_nothing_and_repeat_nothing() {
     let mut service = Process::spawn(bed.command());
     for (stop, some) in messages.chunks(MESSAGES / 3).enumerate() {
         bed.client.send_all(&bed.intake(), some).await;
-        // Stopped in the middle of its work, with another one beside it.
+        // Each process is stopped in the middle of its work, when the next one has started.
         eventually("some are done", || async {
             let done = bed.client.depth(&queue).await.unwrap() as usize;
             (done > stop * MESSAGES / 3 + MESSAGES / 15).then_some(())
@@ -138,7 +140,8 @@ async fn rolling_restarts_under_load_lose_nothing_and_repeat_nothing() {
         service = next;
     }
     bed.until_count(RETRIED, MESSAGES as i64).await;
-    // Before anybody consumes: whoever does may hold one too many unseen.
+    // The queue is counted before the test consumes from it. Later, a message that was sent
+    // twice could be with the consumer, where it is not counted.
     assert_eq!(bed.client.depth(&queue).await, Some(MESSAGES as u32));
     let mut inbox = bed.client.consume(&queue).await;
     let back: HashSet<String> = inbox.take(MESSAGES).await.iter().map(|m| m.id()).collect();

@@ -1,4 +1,5 @@
-//! "Letting strangers in": what a producer says reaches only what it may.
+//! Producers are strangers: what they send must not flood the metrics with labels, nor put
+//! payloads, secrets or control characters into the log.
 
 use std::collections::HashMap;
 
@@ -17,7 +18,7 @@ async fn queues_beyond_the_cap_share_one_metric_label() {
     let messages: Vec<RetryMessage> = (0..40)
         .map(|n| RetryMessage {
             retry_count: if n % 2 == 0 { 3 } else { 0 },
-            // Far enough away that nothing happens to it here.
+            // In the year 2096, so that no retry falls due during the test.
             next_retry_at_ms: 4_000_000_000_000,
             ..message(&bed.queue(&format!("stranger-{n}")), "x")
         })
@@ -73,7 +74,7 @@ async fn payloads_and_secrets_are_never_logged_and_control_characters_are_escape
     bed.client
         .send_all(&intake, &[there.clone(), gone, terminal])
         .await;
-    // Neither what cannot be parsed nor what is not base64 is quoted.
+    // None of these bodies is a message, and the error that says so must not quote them.
     for body in [
         format!("{{\"original_queue\":\"q\",\"original_payload\":\"{MARKER}!\"}}"),
         format!("{{\"original_queue\":\"q\",\"original_payload\":[\"{MARKER}\"]}}"),
@@ -85,7 +86,8 @@ async fn payloads_and_secrets_are_never_logged_and_control_characters_are_escape
     }
     let mut inbox = bed.client.consume(&queue).await;
     assert_eq!(inbox.next().await.body, MARKER.as_bytes());
-    // The terminal one, the missing queue's and the four that were no messages.
+    // In review are the terminal one, the one for the missing queue, and the four that are no
+    // messages.
     bed.until_count(FAILED, 6).await;
     service.signal("TERM").await;
     let (status, log) = service.ended().await;
@@ -96,7 +98,7 @@ async fn payloads_and_secrets_are_never_logged_and_control_characters_are_escape
     assert_eq!(lines.collect::<Vec<_>>(), Vec::<&str>::new());
     let as_numbers = format!("{:?}", MARKER.as_bytes());
     assert!(!log.contains(as_numbers.trim_matches(['[', ']'])));
-    // The test services' passwords: the database's is in its URL.
+    // A URL may hold a password, so neither URL may be logged.
     for url in [bed.setting("DATABASE_URL"), bed.setting("RABBITMQ_URL")] {
         assert!(!log.contains(url), "the log shows {url}");
     }

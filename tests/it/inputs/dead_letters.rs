@@ -30,7 +30,7 @@ fn table_of<'n>(fields: impl IntoIterator<Item = (&'n str, AMQPValue)>) -> Field
     table
 }
 
-/// One death in a queue.
+/// An entry of `x-death` that names this queue.
 fn death(queue: AMQPValue) -> AMQPValue {
     AMQPValue::FieldTable(table_of([
         ("queue", queue),
@@ -40,7 +40,7 @@ fn death(queue: AMQPValue) -> AMQPValue {
     ]))
 }
 
-/// A dead letter whose body is its name, with these headers and no others.
+/// A case that sends its name as a dead letter, with these headers and no others.
 fn with_headers(at: &At, name: &str, headers: FieldTable) -> Case {
     let case = at.raw(name, name);
     Case {
@@ -143,12 +143,13 @@ fn deaths(at: &At) -> Vec<Case> {
     ]
 }
 
-/// A dead letter of the target with one header more.
+/// A case that sends a dead letter from the target queue, with one more header.
 fn with(at: &At, name: &str, header: &str, value: AMQPValue) -> Case {
     let died = list(vec![death(text(at.target.as_str()))]);
     with_headers(at, name, table_of([("x-death", died), (header, value)]))
 }
 
+/// Dead letters with headers that the service itself writes, such as `x-retry-count`.
 fn identities(at: &At) -> Vec<Case> {
     let counted = |name, value| with(at, name, "x-retry-count", value);
     let first = |case: Case| case.checked(|back| assert_eq!(back.number("x-retry-count"), Some(1)));

@@ -1,4 +1,4 @@
-//! RetryMessages in protobuf: ids, keys and words.
+//! RetryMessages in protobuf: message ids, idempotency keys and texts.
 
 use uuid::Uuid;
 
@@ -68,7 +68,8 @@ fn words(at: &At) -> Vec<Case> {
             let error = back.text("x-original-error");
             assert_eq!(error.as_deref(), Some("broke\u{2400}here"));
         }),
-        // Two bytes a letter, and the cut falls between them.
+        // The header holds 1,024 bytes of the error. After the `x` that is the middle of an
+        // `é`, which has two bytes, so the cut is made before it.
         at.sent("an error of 300 kB", |m| {
             m.error_reason = format!("x{}", "é".repeat(150_000));
         })

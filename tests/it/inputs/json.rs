@@ -1,4 +1,4 @@
-//! RetryMessages in JSON, or nearly.
+//! RetryMessages in JSON, valid and broken.
 
 use base64::{Engine, engine::general_purpose::STANDARD};
 use serde_json::json;
@@ -15,7 +15,7 @@ pub fn table(at: &At) -> Vec<Case> {
     cases
 }
 
-/// A good message, its closing brace apart.
+/// A valid message without its closing brace, so that more fields can be added.
 fn open(at: &At, name: &str) -> String {
     let id = Uuid::now_v7();
     let payload = STANDARD.encode(name);
@@ -23,7 +23,7 @@ fn open(at: &At, name: &str) -> String {
     format!(r#"{{"messageId":"{id}","originalQueue":"{queue}","originalPayload":"{payload}""#)
 }
 
-/// A good message.
+/// A valid message.
 fn good(at: &At, name: &str) -> String {
     open(at, name) + "}"
 }
@@ -161,7 +161,8 @@ fn fields(at: &At) -> Vec<Case> {
             "a header that is no number",
             r#""properties":{"headers":{"h":{"float64":"NaN"}}}"#,
         ),
-        // What the contract has no field for cannot come back to the broker.
+        // `proto/retry.proto` has no such properties, so they are ignored and do not reach the
+        // broker.
         more(
             "an expiration and a user",
             r#""properties":{"expiration":"abc","userId":"nobody","deliveryMode":9}"#,

@@ -1,9 +1,9 @@
-//! Everything bad that a stranger can send, each with its end.
+//! Bad and odd input from producers, and where each piece of it must end.
 //!
-//! The tables say what is sent and where it must end: back in its queue byte for
-//! byte, or with people, for a reason and in words that name what is wrong. All of
-//! it is sent at once to one instance of the binary, so each is a neighbour of all
-//! others, and a good message must pass after them.
+//! The tables in the files beside this one say what is sent and where it must end: back
+//! in its queue byte for byte, or in review, with a reason and an error text that names
+//! what is wrong. All cases go to one instance of the binary at once, so that each could
+//! harm the others, and a good message must pass after them.
 
 mod dead_letters;
 mod identities;
@@ -30,8 +30,8 @@ const FAILED: &str = "SELECT count(*) FROM retry_queue WHERE status = 'failed'";
 #[tokio::test(flavor = "multi_thread")]
 async fn every_bad_input_has_its_end_and_a_good_one_passes_after_it() {
     let mut bed = Bed::new().await;
-    // Nothing is sent back before everything is stored: one id on two messages is
-    // a conflict only while the first one waits.
+    // Nothing may be sent back before everything is stored: two messages with one id are a
+    // conflict only while the first one waits.
     bed.set("BASE_DELAY_MS", "600000")
         .set("MAX_DELAY_MS", "600000")
         .set("RETRY_POLL_INTERVAL_MS", "50");
@@ -135,8 +135,8 @@ async fn ten_thousand_poison_messages_in_a_row_are_all_in_review() {
     assert!(service.ended().await.0.success());
 }
 
-/// Publishes all cases exactly as they are; each confirm is awaited, so that one
-/// which the broker itself will not have is named.
+/// Publishes the cases exactly as they are, and waits for each confirm, so that a case
+/// which the broker itself refuses is named.
 async fn send(bed: &Bed, cases: &[Case]) {
     let channel = bed.client.channel().await;
     let confirms = ConfirmSelectOptions::default();
@@ -151,7 +151,8 @@ async fn send(bed: &Bed, cases: &[Case]) {
     }
 }
 
-/// Waits until no name is left; else panics with those that are.
+/// Waits until `left` returns no names; panics with the names when that takes longer than
+/// [`PATIENCE`].
 async fn until_none<S: AsRef<str>>(what: &str, mut left: impl AsyncFnMut() -> Vec<S>) {
     let start = Instant::now();
     loop {
@@ -165,6 +166,7 @@ async fn until_none<S: AsRef<str>>(what: &str, mut left: impl AsyncFnMut() -> Ve
     }
 }
 
+/// The names of the cases whose payload is in no row.
 async fn not_stored(bed: &Bed, cases: &[Case]) -> Vec<String> {
     let stored: Vec<Vec<u8>> =
         sqlx::query_scalar("SELECT sha256(original_payload) FROM retry_queue")
@@ -178,7 +180,8 @@ async fn not_stored(bed: &Bed, cases: &[Case]) -> Vec<String> {
     missing.map(|c| c.name.clone()).collect()
 }
 
-/// What came to an end: the message, and its envelope if that is review.
+/// A message from a queue where cases end. In the review queue it has an envelope, and
+/// `body` is the payload in that.
 struct Arrival {
     queue: String,
     body: Vec<u8>,
@@ -187,7 +190,7 @@ struct Arrival {
 }
 
 impl Arrival {
-    /// Whether this is the case, at the kind of end it should come to.
+    /// Whether this is the message of `case`, and it is in the queue where it should end.
     fn is(&self, case: &Case) -> bool {
         let at_end = match (&case.end, &self.envelope) {
             (End::Back(queue), None) => self.queue == *queue,
@@ -197,6 +200,7 @@ impl Arrival {
         at_end && self.body == case.arrives
     }
 
+    /// Checks what else the case demands of the message.
     fn check(&self, case: &Case) {
         let name = &case.name;
         if let (End::Review { reason, says, from }, Some(envelope)) = (&case.end, &self.envelope) {
@@ -217,7 +221,7 @@ impl std::fmt::Display for Arrival {
     }
 }
 
-/// Takes everything that lies in the queues where cases end.
+/// Takes all messages that are in the queues where cases end.
 async fn collect(bed: &Bed, at: &At, arrived: &mut Vec<Arrival>) {
     let channel = bed.client.channel().await;
     for queue in at.ends() {
@@ -246,7 +250,7 @@ async fn collect(bed: &Bed, at: &At, arrived: &mut Vec<Arrival>) {
     }
 }
 
-/// What is large is in protobuf, which its content type says.
+/// Reads a review envelope. A large one is in protobuf, and its content type says so.
 fn envelope(message: &Received) -> ReviewMessage {
     let content_type = message.properties.content_type().as_ref();
     if content_type.is_some_and(|t| t.as_str().contains("protobuf")) {

@@ -1,10 +1,10 @@
-//! RetryMessages in protobuf: broken bytes, queues, numbers.
+//! RetryMessages in protobuf: broken bytes, queue names and numbers.
 
 use retry_scheduler::wire::proto::{ErrorClass, RetryMessage};
 
 use super::table::{At, Case};
 
-/// The end of the year 9999.
+/// The end of the year 9999 in Unix milliseconds, which is the latest moment allowed.
 const LATEST_MS: i64 = 253_402_300_799_999;
 const YEAR_0_MS: i64 = -62_167_219_200_000;
 
@@ -185,7 +185,7 @@ fn numbers(at: &At) -> Vec<Case> {
     ]
 }
 
-/// The same bytes in every run, none of them a message.
+/// Bytes that look random, are the same in every run, and are no RetryMessage.
 fn noise(n: usize) -> Vec<u8> {
     let mut state = 1_u32;
     let mut next = || {

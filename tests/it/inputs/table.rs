@@ -1,4 +1,4 @@
-//! A row of a table: what is sent, by which door, and where it ends.
+//! A case: what is sent, to which queue, and where it must end.
 
 use lapin::BasicProperties;
 use prost::Message;
@@ -6,19 +6,19 @@ use retry_scheduler::wire::proto::RetryMessage;
 
 use crate::support::{Bed, Received, message};
 
-/// The queues of the test.
+/// The names of the test's queues.
 pub struct At {
     pub intake: String,
     pub dead_letters: String,
     pub review: String,
     pub target: String,
-    /// A name of 255 bytes, the longest there is.
+    /// A queue with a name of 255 bytes, the longest that AMQP allows.
     pub long: String,
-    /// A name that is not ASCII.
+    /// A queue with a name that is not ASCII.
     pub rabbit: String,
-    /// Exists, but is not among ALLOWED_QUEUES.
+    /// A queue that exists, but is not among `ALLOWED_QUEUES`.
     pub forbidden: String,
-    /// Does not exist.
+    /// A queue that does not exist.
     pub missing: String,
 }
 
@@ -38,7 +38,7 @@ impl At {
         }
     }
 
-    /// Those that exist.
+    /// All queues that exist.
     pub fn all(&self) -> [&String; 7] {
         let [target, long, rabbit, forbidden, review] = self.ends();
         [
@@ -52,7 +52,7 @@ impl At {
         ]
     }
 
-    /// Those where something may end, or must not.
+    /// The queues in which cases may end, and `forbidden`, in which none may.
     pub fn ends(&self) -> [&String; 5] {
         [
             &self.target,
@@ -63,7 +63,8 @@ impl At {
         ]
     }
 
-    /// A delivery on the intake queue that comes back to the target as its name.
+    /// A case that sends `body` to the intake queue. Unless changed, it expects its name as a
+    /// message in the target queue.
     pub fn raw(&self, name: impl Into<String>, body: impl Into<Vec<u8>>) -> Case {
         let name = name.into();
         Case {
@@ -77,7 +78,8 @@ impl At {
         }
     }
 
-    /// A RetryMessage in protobuf whose payload is its name.
+    /// A case that sends a RetryMessage in protobuf. Unless changed, the payload is the case's
+    /// name, and it is expected in the target queue.
     pub fn sent(&self, name: impl Into<String>, change: impl FnOnce(&mut RetryMessage)) -> Case {
         let name = name.into();
         let mut sent = message(&self.target, name.clone());
@@ -89,17 +91,18 @@ impl At {
     }
 }
 
-/// Where a case ends.
+/// Where a case must end.
 #[derive(Debug)]
 pub enum End {
-    /// In this queue.
+    /// The message is sent back to this queue.
     Back(String),
-    /// With people.
+    /// The message goes to review.
     Review {
         reason: &'static str,
-        /// Part of the error.
+        /// A part of the envelope's error text.
         says: String,
-        /// The original queue; of what is invalid, the one it was found on.
+        /// The envelope's original queue. For an invalid delivery that is the queue to which
+        /// it was sent.
         from: String,
     },
 }
@@ -110,22 +113,22 @@ impl End {
     }
 }
 
-/// One bad input.
+/// One bad or odd input.
 pub struct Case {
     pub name: String,
-    /// The queue it is sent to.
+    /// The queue to which the case is sent.
     pub door: String,
     pub body: Vec<u8>,
     pub properties: BasicProperties,
     pub end: End,
-    /// The bytes by which it is known at its end.
+    /// The payload by which the case is recognised at its end.
     pub arrives: Vec<u8>,
-    /// What else must hold of what arrives.
+    /// What else to check of the message at its end.
     pub check: Option<fn(&Received)>,
 }
 
 impl Case {
-    /// The queue of its end.
+    /// The queue in which the case must end.
     pub fn place<'t>(&'t self, at: &'t At) -> &'t str {
         match &self.end {
             End::Back(queue) => queue,
@@ -133,7 +136,7 @@ impl Case {
         }
     }
 
-    /// It ends in review, whole.
+    /// Expects the whole delivery in review as `invalid`, with `says` in the error text.
     pub fn invalid(self, says: impl Into<String>) -> Self {
         Self {
             end: End::Review {
@@ -146,7 +149,7 @@ impl Case {
         }
     }
 
-    /// It was understood, and ends in review.
+    /// Expects the message, which was understood, in review for this reason.
     pub fn reviewed(self, reason: &'static str, from: &str, says: impl Into<String>) -> Self {
         Self {
             end: End::Review {
@@ -158,7 +161,7 @@ impl Case {
         }
     }
 
-    /// It ends in another queue.
+    /// Expects the message in another queue than the target.
     pub fn back_to(self, queue: &str) -> Self {
         Self {
             end: End::Back(queue.to_owned()),
@@ -166,7 +169,7 @@ impl Case {
         }
     }
 
-    /// It arrives as these bytes.
+    /// Expects these bytes as the payload.
     pub fn arriving(self, bytes: impl Into<Vec<u8>>) -> Self {
         Self {
             arrives: bytes.into(),
@@ -174,18 +177,18 @@ impl Case {
         }
     }
 
-    /// Sent with these properties.
+    /// Sends the delivery with these AMQP properties.
     pub fn with(self, properties: BasicProperties) -> Self {
         Self { properties, ..self }
     }
 
-    /// Sent with this content type.
+    /// Sends the delivery with this content type.
     pub fn typed(self, content_type: &str) -> Self {
         let properties = self.properties.clone();
         self.with(properties.with_content_type(content_type.into()))
     }
 
-    /// What else must hold.
+    /// Checks more of the message at its end.
     pub fn checked(self, check: fn(&Received)) -> Self {
         Self {
             check: Some(check),

@@ -1,4 +1,4 @@
-//! One test's own corner of the services, and the service running in it.
+//! A test's own database and queues, and the service that runs on them.
 
 use std::{collections::HashMap, net::SocketAddr, process::Stdio, time::Duration};
 
@@ -16,21 +16,20 @@ use super::{Client, Scrape, eventually};
 
 /// A database, queue names and settings that no other test has.
 pub struct Bed {
-    /// For looking at rows.
+    /// The test's own connections to the database.
     pub db: PgPool,
-    /// For talking to the broker.
     pub client: Client,
     env: HashMap<String, String>,
     prefix: String,
 }
 
 impl Bed {
-    /// A bed in the services that all tests share.
+    /// A bed on the Postgres and RabbitMQ that all tests share.
     pub async fn new() -> Self {
         Self::on(super::shared().await).await
     }
 
-    /// A bed in the given services.
+    /// A bed on the given Postgres and RabbitMQ.
     pub async fn on(stack: &Stack) -> Self {
         let prefix = format!("t{}", Uuid::new_v4().simple());
         let database_url = tokio::task::block_in_place(|| stack.postgres.create_database(&prefix))
@@ -38,8 +37,7 @@ impl Bed {
         Self::at(&database_url, &stack.rabbitmq.url(), prefix).await
     }
 
-    /// A bed that reaches its services by these addresses (through a proxy, for
-    /// example).
+    /// A bed that reaches Postgres and RabbitMQ at these addresses.
     pub async fn at(database_url: &str, rabbitmq_url: &str, prefix: String) -> Self {
         let db = PgPoolOptions::new()
             .max_connections(4)
@@ -59,7 +57,7 @@ impl Bed {
         bed.set("MANUAL_REVIEW_QUEUE", &bed.queue("manual-review.pending"));
         bed.set("HTTP_HOST", "127.0.0.1");
         bed.set("HTTP_PORT", "0");
-        // Short enough for tests, long enough to tell early from late.
+        // The delays are short enough for tests, and long enough to tell early from late.
         bed.set("BASE_DELAY_MS", "200");
         bed.set("MAX_DELAY_MS", "1000");
         bed.set("JITTER_MS", "50");
@@ -67,45 +65,42 @@ impl Bed {
         bed
     }
 
-    /// Changes a setting of services started from now on.
+    /// Changes a setting for instances that are started from now on.
     pub fn set(&mut self, name: &str, value: &str) -> &mut Self {
         self.env.insert(name.to_owned(), value.to_owned());
         self
     }
 
-    /// A setting's value.
     pub fn setting(&self, name: &str) -> &str {
         &self.env[name]
     }
 
-    /// This test's own name for a queue.
+    /// The full name of a queue, with this test's prefix.
     pub fn queue(&self, name: &str) -> String {
         format!("{}.{name}", self.prefix)
     }
 
-    /// The intake queue.
     pub fn intake(&self) -> String {
         self.setting("RETRY_QUEUE").to_owned()
     }
 
-    /// The review queue.
     pub fn review(&self) -> String {
         self.setting("MANUAL_REVIEW_QUEUE").to_owned()
     }
 
-    /// A new durable queue of this test's.
+    /// Declares a durable queue with this test's prefix, and returns its full name.
     pub async fn declare(&self, name: &str) -> String {
         let queue = self.queue(name);
         self.client.declare(&queue).await;
         queue
     }
 
-    /// The settings a service started here gets.
+    /// The settings of an instance that is started now.
     pub fn settings(&self) -> Settings {
         Settings::load(None, |name| self.env.get(name).cloned()).expect("the test's settings")
     }
 
-    /// Starts the service in this process and returns at once.
+    /// Starts the service in this process, and does not wait until it is ready.
     pub async fn start_unready(&self) -> Running {
         let instance = instance_name(&self.settings());
         let app = App::new(self.settings(), &instance)
@@ -123,14 +118,14 @@ impl Bed {
         }
     }
 
-    /// Starts the service in this process and waits until it is ready.
+    /// Starts the service in this process, and waits until it is ready.
     pub async fn start(&self) -> Running {
         let running = self.start_unready().await;
         running.until_ready().await;
         running
     }
 
-    /// Starts the compiled binary, its log aside; returns at once.
+    /// Starts the compiled binary, discards its log, and does not wait until it is ready.
     pub fn spawn(&self) -> tokio::process::Child {
         self.command()
             .arg("serve")
@@ -140,7 +135,8 @@ impl Bed {
             .expect("the binary starts")
     }
 
-    /// The compiled binary with this bed's settings and nothing else.
+    /// A command for the compiled binary, with this bed's settings as its environment.
+    /// Only the variables of a coverage run are passed on.
     pub fn command(&self) -> tokio::process::Command {
         let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_retry-scheduler"));
         command
@@ -152,14 +148,14 @@ impl Bed {
         command
     }
 
-    /// Creates the schema, for tests that need it before a service runs.
+    /// Creates the tables, for tests that need them before a service runs.
     pub async fn migrate(&self) {
         let store = retry_scheduler::store::Store::open(&self.settings(), "test").expect("a store");
         store.migrate().await.expect("migrations apply");
     }
 
-    /// Puts a proxy between Postgres and services started from now on. The
-    /// test's own connections keep to the direct way.
+    /// Puts a proxy between Postgres and the instances that are started from now on. The
+    /// test's own connections do not go through it.
     pub async fn proxy_postgres(&mut self) -> Proxy {
         let direct = self.setting("DATABASE_URL").to_owned();
         let port = url::Url::parse(&direct).expect("a URL").port();
@@ -168,7 +164,7 @@ impl Bed {
         proxy
     }
 
-    /// Stores `n` rows that are due, without a producer.
+    /// Inserts `n` rows that are due now, without a way through the broker.
     pub async fn insert_due(&self, queue: &str, n: i32) {
         sqlx::query(
             "INSERT INTO retry_queue (message_id, original_payload, original_queue, next_retry_at)
@@ -182,7 +178,7 @@ impl Bed {
         .expect("rows are stored");
     }
 
-    /// Makes everything that waits due now.
+    /// Makes all pending rows due now.
     pub async fn make_due(&self) {
         sqlx::query("UPDATE retry_queue SET next_retry_at = now() WHERE status = 'pending'")
             .execute(&self.db)
@@ -190,7 +186,8 @@ impl Bed {
             .expect("rows fall due");
     }
 
-    /// A row that is due now, without the way through the broker. Its id.
+    /// Inserts one row that is due now, without a way through the broker; returns its
+    /// message's id.
     pub async fn insert_one(&self, queue: &str, payload: &[u8]) -> Uuid {
         let id = Uuid::now_v7();
         sqlx::query(
@@ -206,7 +203,7 @@ impl Bed {
         id
     }
 
-    /// One number from the database.
+    /// The number that a query returns.
     pub async fn count(&self, sql: &'static str) -> i64 {
         sqlx::query_scalar(sql)
             .fetch_one(&self.db)
@@ -214,7 +211,7 @@ impl Bed {
             .expect("a count")
     }
 
-    /// Waits until a query counts `wanted`.
+    /// Waits until a query returns `wanted`.
     pub async fn until_count(&self, sql: &'static str, wanted: i64) {
         eventually(&format!("{sql} = {wanted}"), || async {
             (self.count(sql).await == wanted).then_some(())
@@ -222,7 +219,8 @@ impl Bed {
         .await;
     }
 
-    /// Runs statements one by one: some may not be in a transaction.
+    /// Runs statements one by one, because some, such as VACUUM, cannot be part of a
+    /// transaction.
     pub async fn arrange(&self, statements: &str) {
         for statement in statements.split(';').filter(|s| !s.trim().is_empty()) {
             sqlx::raw_sql(AssertSqlSafe(statement.to_owned()))
@@ -232,7 +230,8 @@ impl Bed {
         }
     }
 
-    /// Notes the value of a setting of Postgres at every write to the queue's table.
+    /// Installs a trigger that notes, at every write to `retry_queue`, which value a setting
+    /// of Postgres has for the writer.
     pub async fn witness(&self, setting: &str) {
         sqlx::raw_sql(AssertSqlSafe(format!(
             "CREATE TABLE witness (what TEXT, setting TEXT);
@@ -249,7 +248,7 @@ impl Bed {
         .expect("a witness");
     }
 
-    /// What the witness saw: the kind of write, and the value.
+    /// What the trigger of [`Bed::witness`] has noted: the kind of each write, and the value.
     pub async fn witnessed(&self) -> Vec<(String, String)> {
         sqlx::query_as("SELECT what, setting FROM witness")
             .fetch_all(&self.db)
@@ -258,16 +257,16 @@ impl Bed {
     }
 }
 
-/// A service running in the test's process.
+/// An instance of the service that runs in the test's process.
 pub struct Running {
-    /// Where its HTTP is.
+    /// Where the service answers HTTP.
     pub address: SocketAddr,
     stop: Option<oneshot::Sender<()>>,
     task: JoinHandle<anyhow::Result<()>>,
 }
 
 impl Running {
-    /// Asks it to stop and waits until it has.
+    /// Asks the service to stop, and waits until it has.
     pub async fn stop(mut self) {
         drop(self.stop.take());
         tokio::time::timeout(Duration::from_secs(60), self.task)
@@ -277,24 +276,25 @@ impl Running {
             .expect("it stops cleanly");
     }
 
-    /// Ends it as a crash would, as far as that is possible inside a process.
+    /// Ends the service without asking it to stop. Inside a process, this is as near to a
+    /// crash as it gets.
     pub async fn abort(self) {
         self.task.abort();
         let _ = self.task.await;
     }
 
-    /// `GET path`: status and body.
+    /// Sends `GET path`, and returns the status and the body of the answer.
     pub async fn get(&self, path: &str) -> (u16, String) {
         testkit::get(self.address, path).await.expect("an answer")
     }
 
-    /// Whether `/ready` is green, and what it says.
+    /// Whether `/ready` answers with 200, and its body.
     pub async fn ready(&self) -> (bool, serde_json::Value) {
         let (status, body) = self.get("/ready").await;
         (status == 200, serde_json::from_str(&body).expect("JSON"))
     }
 
-    /// Waits for green.
+    /// Waits until `/ready` answers with 200.
     pub async fn until_ready(&self) {
         eventually("the service is ready", || async {
             self.ready().await.0.then_some(())
@@ -302,7 +302,7 @@ impl Running {
         .await;
     }
 
-    /// Waits for red with `part` named.
+    /// Waits until `/ready` lists a part as down whose name starts with `part`.
     pub async fn until_down(&self, part: &str) {
         eventually(&format!("{part} is down"), || async {
             let (_, body) = self.ready().await;
@@ -314,7 +314,6 @@ impl Running {
         .await;
     }
 
-    /// All metrics now.
     pub async fn scrape(&self) -> Scrape {
         let (status, body) = self.get("/metrics").await;
         assert_eq!(status, 200);

@@ -1,4 +1,4 @@
-//! A broker client for tests: publish with confirms, receive with a deadline.
+//! A client of RabbitMQ for tests: it publishes with confirms and receives with a deadline.
 
 use std::time::Instant;
 
@@ -14,51 +14,48 @@ use testkit::amqp;
 
 use super::PATIENCE;
 
-/// A connection of the test's own.
+/// A test's own connection to RabbitMQ.
 pub struct Client {
     connection: Connection,
     channel: Channel,
 }
 
-/// A message taken from a queue (and acknowledged).
+/// A message that was taken from a queue and acknowledged.
 #[derive(Debug)]
 pub struct Received {
-    /// Body.
     pub body: Vec<u8>,
-    /// Properties with headers.
     pub properties: BasicProperties,
-    /// When it came.
+    /// When the message was received.
     pub at: Instant,
 }
 
 impl Received {
-    /// `message_id` as text.
+    /// The AMQP property `message_id`.
     pub fn id(&self) -> String {
         let id = self.properties.message_id().as_ref();
         id.expect("a message_id").to_string()
     }
 
-    /// An integer header.
+    /// The value of a header, if it is a 32-bit integer.
     pub fn number(&self, header: &str) -> Option<i64> {
         let headers = self.properties.headers().as_ref()?;
         headers.inner().get(header)?.as_long_int().map(i64::from)
     }
 
-    /// A text header.
+    /// The value of a header, if it is a text.
     pub fn text(&self, header: &str) -> Option<String> {
         let headers = self.properties.headers().as_ref()?;
         let text = headers.inner().get(header)?.as_long_string()?;
         Some(text.to_string())
     }
 
-    /// The body as a review envelope in JSON.
+    /// Reads the body as a review envelope in JSON.
     pub fn review(&self) -> ReviewMessage {
         serde_json::from_slice(&self.body).expect("a ReviewMessage in JSON")
     }
 }
 
 impl Client {
-    /// Connects.
     pub async fn connect(url: &str) -> Self {
         let connection = amqp::connect(url, "test")
             .await
@@ -72,24 +69,22 @@ impl Client {
         }
     }
 
-    /// Another channel, for what may close it.
+    /// Opens another channel, for calls that make RabbitMQ close theirs when they fail.
     pub async fn channel(&self) -> Channel {
         self.connection.create_channel().await.expect("a channel")
     }
 
-    /// Declares a durable queue.
     pub async fn declare(&self, queue: &str) {
         self.declare_with(queue, FieldTable::default()).await;
     }
 
-    /// Declares a durable queue with arguments.
+    /// Declares a durable queue.
     pub async fn declare_with(&self, queue: &str, arguments: FieldTable) {
         amqp::declare(&self.channel, queue, arguments)
             .await
             .expect("the queue is declared");
     }
 
-    /// Deletes a queue.
     pub async fn delete(&self, queue: &str) {
         self.channel
             .queue_delete(queue.into(), QueueDeleteOptions::default())
@@ -97,12 +92,12 @@ impl Client {
             .expect("the queue is deleted");
     }
 
-    /// Messages ready in a queue, or `None` if there is no such queue.
+    /// How many messages are ready in a queue; `None` if there is no such queue.
     pub async fn depth(&self, queue: &str) -> Option<u32> {
         self.look(queue).await.map(|q| q.message_count())
     }
 
-    /// Consumers of a queue, or `None` if there is no such queue.
+    /// How many consumers a queue has; `None` if there is no such queue.
     pub async fn consumers(&self, queue: &str) -> Option<u32> {
         self.look(queue).await.map(|q| q.consumer_count())
     }
@@ -117,7 +112,7 @@ impl Client {
         assert!(confirm.await.expect("a confirm").is_ack());
     }
 
-    /// Publishes bytes; the confirm is the caller's to await.
+    /// Publishes bytes, and leaves it to the caller to wait for the confirm.
     pub async fn publish_soon(
         &self,
         queue: &str,
@@ -153,7 +148,8 @@ impl Client {
         self.send_all(queue, std::slice::from_ref(message)).await;
     }
 
-    /// Takes `n` messages from a queue and keeps only their ids: fast.
+    /// Takes `n` messages from a queue, and returns their ids. RabbitMQ expects no
+    /// acknowledgements here, so this is fast.
     pub async fn ids(&self, queue: &str, n: usize) -> Vec<String> {
         let channel = self.channel().await;
         let options = BasicConsumeOptions {
@@ -175,7 +171,7 @@ impl Client {
             .unwrap_or_else(|_| panic!("fewer than {n} came to {queue}"))
     }
 
-    /// Subscribes; each message is acknowledged as it is read.
+    /// Subscribes to a queue. Each message is acknowledged when it is read.
     pub async fn consume(&self, queue: &str) -> Inbox {
         let channel = self.channel().await;
         let consumer = amqp::subscribe(&channel, queue).await.expect("subscribed");
@@ -186,14 +182,14 @@ impl Client {
     }
 }
 
-/// Messages as they come.
+/// A subscription to a queue.
 pub struct Inbox {
     consumer: Consumer,
     queue: String,
 }
 
 impl Inbox {
-    /// The next message; panics when none comes.
+    /// The next message; panics when none comes within [`PATIENCE`].
     pub async fn next(&mut self) -> Received {
         let delivery = tokio::time::timeout(PATIENCE, self.consumer.next())
             .await

@@ -1,13 +1,13 @@
-//! Prometheus text, read back.
+//! Reads the text that Prometheus scrapes.
 
 use std::collections::HashMap;
 
-/// Samples by name with labels, as in `retries_scheduled_total{queue="a"}`.
+/// The samples of a scrape. A sample's name includes its labels, as in
+/// `retries_scheduled_total{queue="a"}`.
 #[derive(Debug)]
 pub struct Scrape(HashMap<String, f64>);
 
 impl Scrape {
-    /// Reads the text format.
     pub fn parse(text: &str) -> Self {
         let samples = text
             .lines()
@@ -19,12 +19,12 @@ impl Scrape {
         Self(samples.collect())
     }
 
-    /// One sample; 0 when it is not there.
+    /// The value of one sample; 0 if it is not there.
     pub fn get(&self, sample: &str) -> f64 {
         self.0.get(sample).copied().unwrap_or(0.0)
     }
 
-    /// The sum over all labels of a metric.
+    /// The sum of a metric's samples over all labels.
     pub fn sum(&self, metric: &str) -> f64 {
         self.0
             .iter()

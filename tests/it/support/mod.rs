@@ -1,5 +1,5 @@
-//! What every test needs: a bed with its own database and queues, a running
-//! service, a broker client, and waiting with a deadline.
+//! What every test needs: a database and queues of its own, a running service, a
+//! client of the broker, and ways to wait with a deadline.
 
 mod bed;
 mod client;
@@ -16,11 +16,12 @@ pub use services::{Breakable, breakable, shared};
 
 use std::time::{Duration, Instant};
 
-/// Longer than anything takes on a busy two-core machine; only a failure waits
-/// this long.
+/// How long a test waits for something before it fails. Nothing takes this long, even on
+/// a busy machine with two cores.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Waits until `condition` gives a value; panics with `what` when it does not.
+/// Waits until `condition` gives a value, and returns it; panics with `what` when that
+/// takes longer than [`PATIENCE`].
 pub async fn eventually<T, F>(what: &str, mut condition: impl FnMut() -> F) -> T
 where
     F: Future<Output = Option<T>>,
@@ -35,7 +36,7 @@ where
     }
 }
 
-/// Does to a service what takes a while and blocks.
+/// Runs a blocking call that disturbs Postgres or RabbitMQ, such as stopping it.
 pub fn disturb<T>(act: impl FnOnce() -> anyhow::Result<T>) -> T {
     tokio::task::block_in_place(act).expect("the service is disturbed")
 }

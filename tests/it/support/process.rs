@@ -1,4 +1,4 @@
-//! The compiled binary, as an operator's machine runs it.
+//! Runs the compiled binary as a process, as an operator would.
 
 use std::{
     net::SocketAddr,
@@ -15,7 +15,7 @@ use tokio::{
 
 use super::{PATIENCE, eventually};
 
-/// A running binary whose log is read as it is written.
+/// A process of the binary. Its log is read while it runs.
 pub struct Process {
     child: Child,
     log: Arc<Mutex<String>>,
@@ -23,7 +23,6 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts it.
     pub fn spawn(mut command: Command) -> Self {
         let mut child = command
             .stdout(Stdio::null())
@@ -45,12 +44,12 @@ impl Process {
         Self { child, log, reader }
     }
 
-    /// Everything it has logged so far.
+    /// Everything that the process has logged so far.
     pub fn log(&self) -> String {
         lock(&self.log).clone()
     }
 
-    /// Waits until a line of its log contains `text`.
+    /// Waits until a line of the log contains `text`, and returns the line.
     pub async fn until_logged(&self, text: &str) -> String {
         eventually(&format!("it logs {text:?}"), || async {
             let log = self.log();
@@ -59,7 +58,7 @@ impl Process {
         .await
     }
 
-    /// Where its HTTP is.
+    /// Where the process answers HTTP, according to its log.
     pub async fn address(&self) -> SocketAddr {
         let line = self.until_logged("\"listening\"").await;
         let line: serde_json::Value = serde_json::from_str(&line).expect("a JSON line");
@@ -67,14 +66,14 @@ impl Process {
         address.parse().expect("an address")
     }
 
-    /// `GET path`: status and body.
+    /// Sends `GET path`, and returns the status and the body of the answer.
     pub async fn get(&self, path: &str) -> (u16, String) {
         testkit::get(self.address().await, path)
             .await
             .expect("an answer")
     }
 
-    /// Waits for green.
+    /// Waits until `/ready` answers with 200.
     pub async fn until_ready(&self) {
         eventually("the process is ready", || async {
             (self.get("/ready").await.0 == 200).then_some(())
@@ -82,7 +81,7 @@ impl Process {
         .await;
     }
 
-    /// Sends a signal, named as `kill` names it.
+    /// Sends a signal by the name that `kill` uses, such as `TERM`.
     pub async fn signal(&self, name: &str) {
         let pid = self.child.id().expect("it still runs");
         let sent = Command::new("sh")
@@ -94,7 +93,7 @@ impl Process {
         assert!(sent.success(), "the signal is sent");
     }
 
-    /// Waits for its end: how it ended, and all it logged.
+    /// Waits until the process ends; returns its exit status and all that it logged.
     pub async fn ended(mut self) -> (ExitStatus, String) {
         let status = tokio::time::timeout(PATIENCE, self.child.wait())
             .await

@@ -1,5 +1,5 @@
-//! Folds a task's events back into the state of its row, and refuses histories that
-//! cannot be.
+//! Replays a task's events to the state that its row must have, and refuses histories
+//! that are impossible.
 
 use chrono::{DateTime, Utc};
 
@@ -9,9 +9,9 @@ use retry_scheduler::domain::{event::EventKind, review::Reason, task::Status};
 #[derive(Clone, Debug, PartialEq)]
 pub struct Event {
     pub kind: EventKind,
-    /// The status before; none if the row did not exist.
+    /// The row's status before the event; none if the row did not exist.
     pub from: Option<Status>,
-    /// The status after.
+    /// The row's status after the event.
     pub to: Status,
     pub retry_count: i32,
     pub max_retries: i32,
@@ -19,7 +19,7 @@ pub struct Event {
     pub reason: Option<Reason>,
 }
 
-/// What the events say of a row.
+/// The state of a row, as its events tell it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct State {
     pub status: Status,
@@ -27,7 +27,7 @@ pub struct State {
     pub max_retries: i32,
     pub next_retry_at: DateTime<Utc>,
     pub reason: Option<Reason>,
-    /// How often it was sent back to its queue.
+    /// How often the message was sent back to its queue.
     pub republished: u32,
 }
 

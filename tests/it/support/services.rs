@@ -1,11 +1,11 @@
-//! The two pairs of services: one for all, one to break.
+//! The Postgres and RabbitMQ that tests use: one pair for all tests, and one to break.
 
 use std::sync::LazyLock;
 
 use devstack::Stack;
 use tokio::sync::{Mutex, MutexGuard};
 
-/// The pair that all tests share and none may break.
+/// The pair that all tests share, and that no test may break.
 pub async fn shared() -> &'static Stack {
     tokio::task::spawn_blocking(devstack::shared)
         .await
@@ -15,8 +15,8 @@ pub async fn shared() -> &'static Stack {
 /// A pair that one test at a time may stop, freeze, fill or kill.
 pub type Breakable = MutexGuard<'static, Stack>;
 
-/// Waits for the pair's turn. The last test may have panicked half-way, so both
-/// services are brought back to working order first.
+/// Waits until no other test has the breakable pair, and takes it. The last test may have
+/// panicked half-way, so both servers are first brought back to working order.
 pub async fn breakable() -> Breakable {
     static PAIR: LazyLock<Mutex<Stack>> = LazyLock::new(|| {
         Mutex::new(Stack::start_temporary("breakable").expect("the breakable services start"))
