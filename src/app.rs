@@ -33,7 +33,7 @@ pub fn instance_name(settings: &Settings) -> String {
     format!("{}-{}", settings.service_name, Uuid::new_v4().simple())
 }
 
-/// A service that listens but does not yet work.
+/// A service that holds its port and has started no loop yet.
 pub struct App {
     settings: Settings,
     listener: TcpListener,
@@ -70,7 +70,7 @@ impl App {
     pub async fn run(self, shutdown: impl Future<Output = ()>) -> anyhow::Result<()> {
         let cancelled = CancellationToken::new();
         let (deadline, store) = (self.settings.shutdown_timeout, self.store.clone());
-        let parts = self.start(&cancelled)?;
+        let parts = self.start(&cancelled);
         stop_in_time(parts, shutdown, cancelled, deadline, store).await
     }
 
@@ -93,14 +93,13 @@ impl App {
     fn intake(&self, rules: Rules, wake: &Arc<Wake>, part: Part) -> Intake {
         Intake {
             broker: self.broker.clone(),
-            recorder: Recorder {
-                store: self.store.clone(),
-                rules: Arc::new(rules),
-                wake: wake.clone(),
-                metrics: self.metrics.clone(),
-                key_life: self.settings.idempotency_keys,
-                told_of_unknown: Arc::default(),
-            },
+            recorder: Recorder::new(
+                self.store.clone(),
+                Arc::new(rules),
+                wake.clone(),
+                self.metrics.clone(),
+                self.settings.idempotency_keys,
+            ),
             metrics: self.metrics.clone(),
             part,
             prefetch: self.settings.intake_prefetch,
@@ -109,7 +108,7 @@ impl App {
         }
     }
 
-    fn start(self, cancelled: &CancellationToken) -> anyhow::Result<JoinSet<()>> {
+    fn start(self, cancelled: &CancellationToken) -> JoinSet<()> {
         let health = Health::default();
         let wake = Arc::new(Wake::default());
         let settings = &self.settings;
@@ -180,7 +179,7 @@ impl App {
                 }
             }
         });
-        Ok(parts)
+        parts
     }
 
     fn serve_http(self, parts: &mut JoinSet<()>, health: Health, cancelled: &CancellationToken) {
@@ -210,8 +209,8 @@ async fn stop_in_time(
 ) -> anyhow::Result<()> {
     tokio::select! {
         () = shutdown => {}
-        // A part ends only when it is told to, or by a panic. Then the service stops as
-        // a whole, and whoever watches this process starts it anew.
+        // A part that ends unasked has panicked or failed. Then the service stops as a whole,
+        // without finishing what is in hand, and whoever watches this process starts it anew.
         ended = parts.join_next() => {
             cancelled.cancel();
             match ended {
@@ -249,7 +248,7 @@ async fn migrated(store: &Store, cancelled: &CancellationToken) -> bool {
 
 /// The policies in force: the default comes from the settings, the others from the file
 /// that POLICIES_FILE names, or from the presets.
-pub fn policy_book(settings: &Settings) -> anyhow::Result<PolicyBook> {
+pub(crate) fn policy_book(settings: &Settings) -> anyhow::Result<PolicyBook> {
     let default = Policy {
         max_retries: settings.default_max_retries,
         base_delay: settings.base_delay,

@@ -14,11 +14,13 @@
 //! - [`http`] and [`cli`]: the surfaces
 //! - [`app`]: builds the parts, runs them and stops them
 //!
-//! Beside them stand [`backoff`], the wait between two attempts to connect, and
-//! [`plant`], which holds bugs and deaths on purpose for the torture campaign.
+//! Beside them stand [`backoff`], the growing wait between two attempts to reach Postgres
+//! or RabbitMQ, and [`plant`], which holds bugs and deaths on purpose for the torture
+//! campaign.
 //!
-//! Data flows one way, and so do imports: app and cli use the loops and the surfaces,
-//! which use store, broker and observe, which use config and wire, which use domain.
+//! Data flows one way, and so do imports: app and cli use everything; the loops and http
+//! use store, broker and observe; these use config, which uses wire, which uses domain.
+//! One loop knows of another: intake tells the dispatcher's `Wake` what it has stored.
 //! `ARCHITECTURE.md` walks one message from end to end, lists what always holds, and
 //! has the glossary.
 

@@ -1,4 +1,4 @@
-//! `retry-scheduler`: parse, run, exit.
+//! Parses the arguments, runs the command, and turns its outcome into the exit status.
 
 use std::process::ExitCode;
 
@@ -22,10 +22,11 @@ fn main() -> ExitCode {
     }
 }
 
-/// The AMQP client parses a stranger's nested headers by recursion on a thread
-/// whose stack we cannot size; the standard library takes the size from the
-/// environment, which is safe to set only for a new program: so become one.
-/// The memory is touched only when it is needed.
+/// The AMQP client parses nested headers, which strangers choose, by recursion, on a
+/// thread whose stack size we cannot set. The standard library reads the size for new
+/// threads from RUST_MIN_STACK. Setting a variable in a running process is unsafe, so the
+/// program executes itself again with the variable set. Pages of a stack cost memory only
+/// once they are used.
 #[cfg(unix)]
 fn have_deep_stacks() {
     use std::os::unix::process::CommandExt;
@@ -35,7 +36,7 @@ fn have_deep_stacks() {
         && let Ok(program) = std::env::current_exe()
     {
         let mut again = std::process::Command::new(program);
-        // Returns only if it failed; then the usual stacks must do.
+        // `exec` returns only when it has failed; then the default stacks must do.
         let _ = again
             .args(std::env::args_os().skip(1))
             .env(SETTING, BYTES)

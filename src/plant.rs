@@ -44,13 +44,14 @@ pub enum Point {
     BeforeIntakeCommit,
     /// The batch is committed, but its deliveries are not acknowledged.
     AfterIntakeCommit,
-    /// The acknowledgement is next.
+    /// The batch is committed, and its acknowledgement is about to be handed to the client.
     BeforeAck,
     /// The acknowledgement has been handed to the client.
     AfterAck,
-    /// A claimed message is about to be published; others of its batch may be.
+    /// A claimed message is about to be published; others of its batch may have been.
     BeforePublish,
-    /// The message has been handed to the client.
+    /// The client has written this message's frames, or has failed to; all of its batch is
+    /// handed over.
     AfterPublish,
     /// A batch is published, and no confirm was waited for.
     BeforeConfirm,

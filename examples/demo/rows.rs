@@ -100,7 +100,8 @@ impl Rows {
             "SELECT e.id, q.message_id, e.event_type, COALESCE(e.error, ''), e.delay_ms,
                     e.reason IS NOT NULL
              FROM retry_events e JOIN retry_queue q ON q.id = e.task_id
-             WHERE e.id > $1 AND e.delay_ms IS NOT NULL AND q.original_queue <> $2
+             WHERE e.id > $1 AND e.delay_ms IS NOT NULL AND e.event_type <> 'retry_attempt'
+               AND q.original_queue <> $2
                AND (e.reason IS NULL OR e.event_type = 'returned')
              ORDER BY e.id",
         )
@@ -148,11 +149,12 @@ impl Rows {
         let lines = events
             .into_iter()
             .map(|(_, at, kind, count, delay_ms, reason)| {
-                let what = match (reason, delay_ms, kind.as_str()) {
-                    (Some(reason), _, "exhausted") => format!("given to review: {reason}"),
-                    (Some(_), ..) => "failed, and its retries are spent".to_owned(),
-                    (None, Some(ms), _) => format!("failed, waits {:.1} s", ms as f64 / 1000.0),
-                    (None, None, _) => format!("sent back, retry {count}"),
+                let waits = delay_ms.unwrap_or_default() as f64 / 1000.0;
+                let what = match (kind.as_str(), reason) {
+                    ("retry_exhausted", Some(reason)) => format!("given to review: {reason}"),
+                    ("retry_attempt", _) => format!("sent back, retry {count}"),
+                    (_, Some(_)) => "failed, and its retries are spent".to_owned(),
+                    (_, None) => format!("failed, waits {waits:.1} s"),
                 };
                 format!("{at:6.1} s  {kind:<14} {what}")
             })

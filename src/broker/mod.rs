@@ -32,7 +32,7 @@ pub enum BrokerError {
     /// The broker, or the way to it, failed.
     #[error("RabbitMQ: {0}")]
     Failed(#[from] lapin::Error),
-    /// The broker did not answer.
+    /// The broker did not answer within the deadline.
     #[error("RabbitMQ did not answer {0} within {1:?}")]
     Silent(&'static str, Duration),
     /// The broker ended the subscription: its queue was deleted, or the broker stops.
@@ -133,10 +133,10 @@ impl Broker {
         })
     }
 
-    /// Publishes a message to nowhere and waits for its confirm. Under an alarm the
-    /// broker reads nothing, tells only those who publish, and delivers all that it was
-    /// sent when the alarm clears. So a message that nobody gets has to find out, and
-    /// not a batch of real ones.
+    /// Publishes a message that no queue receives, and waits for its confirm. Under an
+    /// alarm the broker reads nothing, says so only to connections that publish, and later
+    /// delivers all that it was sent. This probe finds that out before a batch of real
+    /// messages does.
     async fn prove_publishing(&self, channel: &Channel) -> Result<(), BrokerError> {
         let nowhere = format!("{}.probe.{}", self.name, uuid::Uuid::new_v4());
         let confirm = self

@@ -25,14 +25,16 @@ pub enum Outcome {
     Unknown,
 }
 
-/// What kept a batch from being answered in full. The publisher cannot be used any more.
+/// Why not every message of a batch was answered. The channel cannot be used any more:
+/// after `Channel`, [`Publisher::reopen`] may open another; after the rest a new connection
+/// is needed.
 #[derive(Debug, thiserror::Error)]
 pub enum Fault {
     /// The broker closed the channel, or all of the connection, over one
     /// message's content.
     #[error("RabbitMQ closed the channel: {0}")]
     Channel(String),
-    /// The broker failed inside. Some content makes it do so, too, so a message that was
+    /// The broker had an internal error. Some content causes one, so a message that was
     /// published alone is suspect.
     #[error("RabbitMQ failed over what it was sent: {0}")]
     Internal(String),
@@ -52,7 +54,8 @@ pub struct Publisher {
 }
 
 impl Publisher {
-    /// Whether a batch can be tried: connected, and no alarm raised.
+    /// Fails, saying why, when nothing can be published: the connection is closed, or the
+    /// broker has raised an alarm.
     pub fn usable(&self) -> Result<(), &'static str> {
         let status = self.connection.status();
         if !status.connected() || !self.channel.status().connected() {
@@ -107,11 +110,15 @@ impl Publisher {
         // When one publish fails the others may still be answered, so what is known of
         // each message is kept.
         let mut confirms = Vec::with_capacity(batch.len());
+        // If we stop waiting before the client has written a message's frames, its confirm
+        // may carry another message's return; so after a write timeout no ack is trusted.
+        let mut trusted = true;
         for (publish, polled) in handed_over {
             let written = match polled {
                 Poll::Ready(written) => Ok(written),
                 Poll::Pending => timeout_at(deadline, publish).await,
             };
+            trusted &= written.is_ok();
             confirms.push(self.answered(written, &mut fault));
             Point::AfterPublish.pass();
         }
@@ -119,10 +126,6 @@ impl Publisher {
         let mut outcomes = vec![Outcome::Unknown; batch.len()];
         let mut returned: HashMap<String, String> = HashMap::new();
         let mut given_up = Vec::new();
-        // If we stop waiting before the client has written a message's frames, its
-        // confirm may carry another message's return; so after a write timeout no ack
-        // is trusted.
-        let trusted = !matches!(fault, Some(Fault::Timeout(_)));
         for (outcome, confirm) in outcomes.iter_mut().zip(confirms) {
             let Some(mut confirm) = confirm else { continue };
             let answer = timeout_at(deadline, &mut confirm).await;
@@ -172,7 +175,7 @@ impl Publisher {
         None
     }
 
-    /// A new channel on the same connection, after the broker closed the old one.
+    /// Opens a new channel on the same connection, after the broker closed the old one.
     pub async fn reopen(&mut self) -> Result<(), BrokerError> {
         self.channel = self.broker.confirming(&self.connection).await?;
         Ok(())
@@ -200,9 +203,9 @@ fn note_return(answer: Confirmation, returned: &mut HashMap<String, String>) {
     }
 }
 
-/// Notes why a batch broke off. What the broker said of a message's content outweighs
-/// what followed from it: another publish may fail before that is read, because the
-/// channel is gone.
+/// Notes why a batch broke off. After the broker has closed the channel over a message's
+/// content, later publishes fail because the channel is gone, and such an error may be
+/// seen first; so what the broker said of the content overwrites it.
 fn blame(fault: &mut Option<Fault>, error: &lapin::Error) {
     const CONTENT_TOO_LARGE: u16 = 311;
     const PRECONDITION_FAILED: u16 = 406;

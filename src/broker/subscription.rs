@@ -18,9 +18,9 @@ pub struct Subscription {
 
 /// A message that the broker handed to us and that is not yet acknowledged.
 pub struct Delivery {
-    /// The content.
+    /// What the broker delivered.
     pub arrived: Arrived,
-    /// Acknowledges this delivery, and all before it.
+    /// Lets [`Subscription::ack_through`] acknowledge this delivery and all before it.
     pub receipt: Receipt,
 }
 
@@ -47,7 +47,7 @@ impl Subscription {
         }
     }
 
-    /// Acknowledges the delivery that `last` is of, and all before it.
+    /// Acknowledges the delivery that `last` came with, and all before it.
     pub async fn ack_through(&self, last: &Receipt) -> Result<(), BrokerError> {
         let ack = last.0.ack(BasicAckOptions { multiple: true });
         Point::BeforeAck.pass();

@@ -15,6 +15,9 @@ use crate::{
 #[derive(Debug, Subcommand)]
 pub(super) enum Idempotency {
     /// Print the deterministic key of an operation.
+    ///
+    /// It names the operation. A key on a RetryMessage has to name one failure: put what changes from failure to
+    /// failure, such as x-retry-attempt-id, into --parameters.
     Key(Operation),
     /// Print what is remembered under a key, straight from the database; exit 1 if nothing is.
     Show(Name),
@@ -32,7 +35,7 @@ pub(super) struct Operation {
     /// The tenant it was attempted for.
     #[arg(long, default_value = "")]
     tenant_id: String,
-    /// The course of events it was part of.
+    /// The correlation id it was attempted under.
     #[arg(long, default_value = "")]
     correlation_id: String,
     /// Further parameters, as a JSON object; their order does not matter.
@@ -85,7 +88,8 @@ impl Name {
     }
 }
 
-/// The system user, marked as one who came by the command line.
+/// The operator's name for history: the login name, marked as coming from the command
+/// line.
 fn actor() -> String {
     let user = std::env::var("USER").or_else(|_| std::env::var("LOGNAME"));
     format!("command line: {}", user.as_deref().unwrap_or("unknown"))

@@ -1,4 +1,4 @@
-//! Asking a running service on this machine whether it is ready, for container
+//! `probe`: asks a running service on this machine whether it is ready. For container
 //! health checks: the image has neither a shell nor an HTTP client.
 
 use std::{
@@ -18,8 +18,8 @@ use crate::config::Settings;
 /// reason is told.
 const DEADLINE: Duration = Duration::from_secs(4);
 
-/// The most bytes to read: more than any answer of `/ready`. Whatever else listens
-/// there may say more.
+/// The most bytes to read: more than any answer of `/ready`, and a bound should another
+/// program listen there.
 const LONGEST_ANSWER: u64 = 64 * 1024;
 
 /// Fails, naming what is down, unless the service answers that it is ready.
@@ -41,7 +41,8 @@ pub async fn run(settings: &Settings) -> anyhow::Result<()> {
     }
 }
 
-/// Where the service with these settings listens, as seen from beside it.
+/// The address at which a process on the same machine reaches the service with these
+/// settings.
 fn address(settings: &Settings) -> anyhow::Result<SocketAddr> {
     ensure!(
         settings.http_port != 0,

@@ -32,7 +32,7 @@ pub(super) struct Send {
     /// What was attempted.
     #[arg(long, default_value = "")]
     operation: String,
-    /// Its identity; a new one when left out.
+    /// The id of the message; a new one is made when it is left out.
     #[arg(long)]
     message_id: Option<String>,
     /// Retries already made.
@@ -41,7 +41,7 @@ pub(super) struct Send {
     /// Retries allowed; 0 leaves it to the policy.
     #[arg(long, default_value_t = 0)]
     max_retries: i32,
-    /// Not before this moment, in Unix time in ms.
+    /// The earliest moment of the retry, in Unix time in ms; 0 names none.
     #[arg(long, default_value_t = 0, value_name = "MS")]
     next_retry_at_ms: i64,
     /// The pause that a rate-limited failure asks for.
@@ -100,7 +100,7 @@ impl Send {
         }
         broker.declare(&settings.retry_queue).await?;
         let mut publisher = broker.publisher(&settings.manual_review_queue).await?;
-        let outgoing = wire::request(&message, &settings.retry_queue)
+        let outgoing = wire::request(&message, &settings.retry_queue, Uuid::now_v7())
             .map_err(|e| anyhow!("RETRY_QUEUE: {e}"))?;
         let (outcomes, fault) = publisher.publish(&[outgoing]).await;
         publisher.close().await;

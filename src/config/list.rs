@@ -4,7 +4,7 @@
 pub struct Setting {
     /// The environment variable; lower-cased, the key in the TOML file.
     pub name: &'static str,
-    /// What holds when nothing is set.
+    /// The value when nothing is set.
     pub default: &'static str,
     /// One sentence for people.
     pub help: &'static str,

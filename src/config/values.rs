@@ -1,4 +1,4 @@
-//! Values by name, checked; what is wrong with one is said with its name.
+//! Reads and checks single settings; every error names its setting.
 
 use std::{fmt, path::Path, time::Duration};
 
@@ -112,8 +112,8 @@ impl Values {
         self.url(name, &["postgresql", "postgres"])
     }
 
-    /// A URL with one of these schemes. The client that connects by it checks the rest,
-    /// also before anything starts.
+    /// A URL with one of these schemes. `Broker::new` and `Store::open` check the rest,
+    /// before anything is started.
     fn url(&self, name: &'static str, schemes: &[&str]) -> Result<SecretString, ConfigError> {
         let text = self.text(name)?;
         let url =

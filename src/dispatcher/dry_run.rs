@@ -10,10 +10,10 @@ use crate::{
     store::{Store, StoreError},
 };
 
-/// The most rows that one look takes in.
+/// The most due rows that one look reads; rows behind them are told of once these are gone.
 const LOOK: usize = 1000;
 
-/// The loop that only looks.
+/// The loop of `serve --dry-run`: reads what is due and logs what would be done with it.
 #[allow(missing_docs)] // fields without a comment are the parts it works with
 pub struct DryRun {
     pub store: Store,

@@ -19,9 +19,10 @@ const LONGEST_STAND_BACK: Duration = Duration::from_secs(60);
 /// The shortest wait of a message that the broker refused, whatever its policy says.
 const SHORTEST_DEFERRAL: Duration = Duration::from_millis(100);
 
-/// What a fault of the broker says about the messages of which nothing else is known.
-pub(super) enum Verdict {
-    /// Nothing: they stay as they were, for another turn.
+/// What a fault of the broker implies for the messages of a batch whose own outcome is
+/// unknown.
+pub(super) enum Blame {
+    /// Nothing. Their rows stay as they were, and are claimed again.
     Innocent,
     /// The broker closed the channel over the only message there was.
     Guilty(String),
@@ -30,21 +31,32 @@ pub(super) enum Verdict {
     Suspect,
 }
 
-impl Verdict {
-    /// The verdict on the rest of a batch of `published` messages.
-    pub(super) fn on(fault: &Option<Fault>, published: usize) -> Self {
+impl Blame {
+    /// The blame for a fault; `alone` says that one message only was published.
+    pub(super) fn of(fault: &Option<Fault>, alone: bool) -> Self {
         match fault {
-            Some(Fault::Channel(why)) if published == 1 => Self::Guilty(why.clone()),
-            Some(Fault::Internal(_)) if published == 1 => Self::Suspect,
+            Some(Fault::Channel(why)) if alone => Self::Guilty(why.clone()),
+            Some(Fault::Internal(_)) if alone => Self::Suspect,
             Some(Fault::Timeout(_)) => Self::Suspect,
             _ => Self::Innocent,
         }
     }
 }
 
+/// Gives each published task its end. Returns whether the review queue is missing.
+pub(super) fn judge(bound: &mut [Bound<'_>], outcomes: &[Outcome], blame: &Blame) -> bool {
+    let mut review_is_missing = false;
+    let published = bound.iter_mut().filter(|b| b.end.is_none());
+    for (bound, outcome) in published.zip(outcomes) {
+        review_is_missing |= bound.review.is_some() && matches!(outcome, Outcome::Returned(_));
+        bound.end = bound.end_by(outcome, blame);
+    }
+    review_is_missing
+}
+
 impl Bound<'_> {
     /// How the task ends, by what the broker said; none leaves it as it was.
-    pub(super) fn end_by(&self, outcome: &Outcome, verdict: &Verdict) -> Option<Settlement> {
+    fn end_by(&self, outcome: &Outcome, blame: &Blame) -> Option<Settlement> {
         match (outcome, self.review) {
             (Outcome::Confirmed, None) => Some(self.sent_back()),
             (Outcome::Confirmed, Some(reason)) => Some(Settlement::Reviewed(reason)),
@@ -54,10 +66,10 @@ impl Bound<'_> {
             }
             (Outcome::Refused, _) => Some(self.deferred()),
             (Outcome::Unknown, None) if Bug::SettleUnconfirmed.planted() => Some(self.sent_back()),
-            (Outcome::Unknown, _) => match verdict {
-                Verdict::Innocent => None,
-                Verdict::Guilty(why) => Some(self.returned(why.clone())),
-                Verdict::Suspect => Some(self.stands_back()),
+            (Outcome::Unknown, _) => match blame {
+                Blame::Innocent => None,
+                Blame::Guilty(why) => Some(self.returned(why.clone())),
+                Blame::Suspect => Some(self.stands_back()),
             },
         }
     }
@@ -71,8 +83,9 @@ impl Bound<'_> {
         Settlement::SentBack { retry_count }
     }
 
-    /// The message could not be sent. A task that is bound for review spends nothing on
-    /// that: there is nowhere else for it to go.
+    /// The message was not sent: its queue does not exist, the broker closed the channel
+    /// over it, or it could not be made. An attempt is spent, except by a task bound for
+    /// review, which has nowhere else to go.
     pub(super) fn returned(&self, error: String) -> Settlement {
         let task = &self.task;
         if self.review.is_some() {
@@ -89,9 +102,8 @@ impl Bound<'_> {
             .budget
             .at_least(task.budget.retry_count.saturating_add(1));
         let evidence = Evidence {
-            budget,
             returned: true,
-            ..Evidence::default()
+            ..Evidence::of(budget)
         };
         let reason = evidence.reason();
         Settlement::Returned {
@@ -105,7 +117,8 @@ impl Bound<'_> {
         }
     }
 
-    /// The broker refused the message for now: the task waits as its policy says.
+    /// The task waits as its policy says, and spends nothing: the broker refused the message
+    /// for now, or review could not be reached.
     fn deferred(&self) -> Settlement {
         let delay = self.delay(self.task.budget.retry_count);
         Settlement::Deferred {
@@ -113,10 +126,11 @@ impl Bound<'_> {
         }
     }
 
-    /// A queue that does not confirm may yet deliver what it was sent: it is not sent
-    /// more of the same soon, nor allowed to hold up all others. The same holds for a
-    /// message that the broker fails over. Nothing is spent, since it may not be the
-    /// message's fault; in the end the task expires.
+    /// The broker may still deliver a message that it did not confirm in time, so the same
+    /// message is not sent again soon; and the wait keeps a queue that never confirms from
+    /// holding up every turn. A message that the broker fails over is treated alike. No
+    /// attempt is spent, since the message may not be at fault; if this goes on, the task
+    /// expires.
     fn stands_back(&self) -> Settlement {
         Settlement::Deferred {
             delay: self.policy.max_delay.min(LONGEST_STAND_BACK),

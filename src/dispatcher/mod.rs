@@ -35,7 +35,7 @@ pub struct Dispatcher {
     pub broker: Broker,
     pub store: Store,
     pub book: PolicyBook,
-    /// Rung when intake has stored something that is due soon.
+    /// Told by intake when the earliest of what it stored falls due.
     pub wake: Arc<Wake>,
     pub metrics: Arc<Metrics>,
     pub part: Part,
@@ -62,11 +62,11 @@ struct Session {
 #[derive(Default)]
 struct Memory {
     backoff: Backoff,
-    /// How many turns still take one row only, to find the message that the broker
-    /// chokes on. The search may cost connections.
+    /// How many turns still take one row only, to find the message that the broker chokes
+    /// on. Kept across connections, because the search may cost some.
     careful: usize,
-    /// Whether the next claim must be fair. Only a full claim can leave others
-    /// waiting, and a fair one costs a little more.
+    /// Whether the next claim must be fair. Only a full claim can leave other lanes
+    /// waiting, and a fair claim costs a little more.
     fair: bool,
     /// Where the next fair claim goes on.
     lanes: LaneCursor,
@@ -117,7 +117,8 @@ impl Dispatcher {
                 if !session.publisher.blocked() {
                     return Some(why.to_owned());
                 }
-                // An alarm passes: publish nothing, keep the connection, look again.
+                // An alarm passes, so the connection is kept and nothing is published until
+                // the next look.
                 self.part.down(why);
                 cancelled
                     .run_until_cancelled(tokio::time::sleep(self.poll_interval))
@@ -142,8 +143,8 @@ impl Dispatcher {
                         Turn::Nothing => Look::WatchOthers,
                     };
                 }
-                Err(TurnError::Broker(fault)) => {
-                    if let Some(why) = self.survive(session, fault, rows).await {
+                Err(TurnError::Broker { fault, alone }) => {
+                    if let Some(why) = self.survive(session, fault, alone).await {
                         return Some(why);
                     }
                 }
@@ -161,17 +162,17 @@ impl Dispatcher {
     }
 
     /// Goes on after a fault of the broker on the same connection, if that is possible;
-    /// else says why it is not. A message that was alone has been dealt with; in a
-    /// batch of several, the next turns find out which one it was.
-    async fn survive(&self, session: &mut Session, fault: Fault, rows: usize) -> Option<String> {
+    /// else says why it is not. A message that was published alone has been judged
+    /// already; after a larger batch, the next turns take one row each to find it.
+    async fn survive(&self, session: &mut Session, fault: Fault, alone: bool) -> Option<String> {
         let over_content = matches!(fault, Fault::Channel(_) | Fault::Internal(_));
-        if over_content && rows > 1 {
+        if over_content && !alone {
             session.memory.careful = self.batch;
         }
         let Fault::Channel(why) = fault else {
             return Some(fault.to_string());
         };
-        warn!(error = why, "one message closed the channel; finding which");
+        warn!(error = why, alone, "one message closed the channel");
         let reopened = session.publisher.reopen().await;
         reopened.err().map(|e| chain(&e))
     }

@@ -4,9 +4,12 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::{Dispatcher, Session, judge::Verdict};
+use super::{
+    Dispatcher, Session,
+    judge::{Blame, judge},
+};
 use crate::{
-    broker::{Fault, Outcome},
+    broker::Fault,
     domain::{policy::Policy, review::Reason, settlement::Settlement, task::Task},
     observe::audit,
     plant::Bug,
@@ -21,22 +24,26 @@ pub(super) enum Turn {
     Full,
     /// Fewer rows: all that was due.
     Short,
-    /// No row that nobody else holds.
+    /// No due row was free: nothing is due, or others hold it.
     Nothing,
 }
 
 /// Why a turn failed. Its rows are as they were, or settled as far as is known.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum TurnError {
-    /// The publisher cannot be used any more.
-    #[error(transparent)]
-    Broker(#[from] Fault),
+    /// The publisher's channel or connection failed.
+    #[error("{fault}")]
+    Broker {
+        fault: Fault,
+        /// Whether one message only was published, so that it has been judged.
+        alone: bool,
+    },
     /// The store failed.
     #[error(transparent)]
     Store(#[from] StoreError),
 }
 
-/// A claimed task on its way.
+/// A claimed task, where it goes, and how it ends.
 pub(super) struct Bound<'b> {
     pub task: Task,
     pub policy: &'b Policy,
@@ -61,19 +68,20 @@ impl Dispatcher {
 
         let (mut bound, outgoing) = self.address(tasks);
         let (outcomes, fault) = session.publisher.publish(&outgoing).await;
-        let verdict = Verdict::on(&fault, outgoing.len());
+        let alone = outgoing.len() == 1;
         drop(outgoing);
-        let review_is_missing = judge(&mut bound, &outcomes, &verdict);
+        let review_is_missing = judge(&mut bound, &outcomes, &Blame::of(&fault, alone));
         settle(claim, &bound).await?;
         self.tell(&bound, started.elapsed());
 
         if review_is_missing
             && let Err(e) = session.publisher.ensure_queue(&self.review_queue).await
         {
-            return Err(Fault::Connection(e.to_string()).into());
+            let fault = Fault::Connection(e.to_string());
+            return Err(TurnError::Broker { fault, alone });
         }
         match fault {
-            Some(fault) => Err(fault.into()),
+            Some(fault) => Err(TurnError::Broker { fault, alone }),
             None if full => Ok(Turn::Full),
             None => Ok(Turn::Short),
         }
@@ -150,17 +158,6 @@ impl Dispatcher {
             }
         }
     }
-}
-
-/// Gives each published task its end. Returns whether the review queue is missing.
-fn judge(bound: &mut [Bound<'_>], outcomes: &[Outcome], verdict: &Verdict) -> bool {
-    let mut review_is_missing = false;
-    let published = bound.iter_mut().filter(|b| b.end.is_none());
-    for (bound, outcome) in published.zip(outcomes) {
-        review_is_missing |= bound.review.is_some() && matches!(outcome, Outcome::Returned(_));
-        bound.end = bound.end_by(outcome, verdict);
-    }
-    review_is_missing
 }
 
 async fn settle(claim: Claim, bound: &[Bound<'_>]) -> Result<(), StoreError> {

@@ -10,7 +10,7 @@ use tokio::{
 /// The earliest moment that anybody knows of at which something is due.
 #[derive(Default)]
 pub struct Wake {
-    /// Held by the worker that watches for all of them.
+    /// Held by the one worker that watches on behalf of all.
     pub(super) watcher: tokio::sync::Mutex<()>,
     next: Mutex<Option<Instant>>,
     changed: Notify,

@@ -34,9 +34,9 @@ impl Dispatcher {
             return Look::Claim;
         }
         let due = self.store.next_due().await;
-        // The time until then is counted from the answer, not from the question. A
-        // claim that comes a hair too early finds nothing, and takes that for rows in
-        // others' hands.
+        // The time until then is counted from the answer, not from the question: a claim
+        // that comes slightly too early finds nothing, and would take that for rows that
+        // others hold.
         let now = Instant::now();
         let latest = now + self.poll_interval;
         match due {

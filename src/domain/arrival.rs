@@ -4,7 +4,8 @@ use uuid::Uuid;
 
 use super::{
     UnknownText,
-    review::{Budget, Reason},
+    budget::Budget,
+    review::Reason,
     task::{NewTask, Status},
 };
 
@@ -34,12 +35,14 @@ pub enum Arrival {
     },
     /// The failure cannot use this row: it goes to review in a row of its own.
     Beside(Reason),
-    /// The row is not ours to touch: the failure goes to review in a row of its own.
-    Unknown(UnknownText),
+    /// The same, because a newer version wrote the row, and it is not ours to touch.
+    BesideUnknown(Reason, UnknownText),
 }
 
 impl Known {
-    /// Decides by the table in `ARCHITECTURE.md`, "It is stored".
+    /// A waiting row with the same queue and payload: the failure was reported twice. A
+    /// waiting row with others: one id for two messages. A row that was sent back: the
+    /// message failed again. A row that has ended: the failure is late.
     pub fn meets(&self, arriving: &NewTask) -> Arrival {
         let budget = self.budget.at_least(arriving.budget.retry_count);
         match &self.status {
@@ -49,12 +52,12 @@ impl Known {
                 retry_count: budget.retry_count,
             },
             Ok(Status::Failed | Status::Cancelled) => Arrival::Beside(Reason::Late),
-            Err(unknown) => Arrival::Unknown(unknown.clone()),
+            Err(text) => Arrival::BesideUnknown(Reason::Conflict, text.clone()),
         }
     }
 }
 
-/// What an idempotency key is, or is to be, applied to.
+/// As much of a failure as an idempotency key needs to recognise it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Applied {
     /// Retries made by then.
@@ -70,16 +73,17 @@ pub enum KeyMatch {
     Same,
     /// The next failure of the same message.
     Next,
-    /// Another message under the same key.
-    Other,
+    /// Another message under the same key: people have to look at it.
+    Other(Reason),
 }
 
 impl Applied {
-    /// Only what is provably the same failure may be dropped, so the payload has to
-    /// be the same and the count not higher.
+    /// A key that comes again with another payload names another message; with a higher
+    /// count, the next failure. Only the rest is provably the same failure, and may be
+    /// dropped.
     pub fn meets(&self, arriving: &Self) -> KeyMatch {
         if self.digest != arriving.digest {
-            KeyMatch::Other
+            KeyMatch::Other(Reason::Conflict)
         } else if arriving.retry_count > self.retry_count {
             KeyMatch::Next
         } else {

@@ -6,12 +6,12 @@ use uuid::Uuid;
 /// Namespace of attempt ids.
 const ATTEMPTS: Uuid = Uuid::from_u128(0x5b0f_8c1e_2d74_4a96_b3c8_61fe_9d07_42ab);
 
-/// The id of the attempt that makes `count` retries of a message, after the failure
-/// stored at `last_failed_at`.
+/// The id of the attempt that raises the count to `count`, or leaves it there when it
+/// is free, after the failure reported at `last_failed_at`.
 ///
-/// A republish whose confirm was lost finds count and failure unchanged, and so bears
-/// the same id again. The moment of the failure tells apart the attempts that spend
-/// nothing, whose count stays.
+/// A republish that has to be made again, because its confirm was lost, finds count and
+/// moment unchanged, and so bears the same id. The moment tells apart attempts that
+/// spend nothing, whose count stays.
 pub fn id(message_id: Uuid, count: i32, last_failed_at: DateTime<Utc>) -> Uuid {
     let mut name = [0; 28];
     name[..16].copy_from_slice(message_id.as_bytes());

@@ -26,7 +26,7 @@ text_form!(ErrorClass {
 /// A failure's class and whether the marker decided it, which is a review reason of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Classified {
-    /// What to do about the failure.
+    /// The kind of failure.
     pub class: ErrorClass,
     /// Whether the failure is final because of `[terminal]` in the error text.
     pub terminal: bool,

@@ -9,9 +9,11 @@ pub enum EventKind {
     Duplicate,
     /// The message was sent back to its queue.
     SentBack,
-    /// The message could not be sent back, because its queue does not exist.
+    /// The message could not be sent back: its queue does not exist, the broker closed the
+    /// channel over it, or it could not be made.
     Returned,
-    /// The broker would not take the message for now.
+    /// The broker refused the message for now or did not confirm it in time, or review
+    /// could not be reached.
     Deferred,
     /// The message was given to people, whatever the reason.
     Reviewed,

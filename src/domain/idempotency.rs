@@ -107,9 +107,12 @@ fn write_text(out: &mut String, text: &str) {
     out.push(quote);
 }
 
-/// Rust's own `Debug` escapes what is not printable, as Python does.
+/// Whether Python's `repr` prints `c` as it is. `str::escape_debug` escapes the same
+/// characters, if `c` does not stand first: there it also escapes marks that combine with
+/// the character before them.
 fn is_printable(c: char) -> bool {
-    matches!(c, '\'' | '"') || c.escape_debug().count() == 1
+    let text = format!("a{c}");
+    matches!(c, '\'' | '"') || text.escape_debug().eq(text.chars())
 }
 
 #[cfg(test)]
@@ -150,6 +153,13 @@ mod tests {
             ),
             "da2490135ed437b1b322fd7bbc9d4759c713f21219b5cc9bb98fad59ef42486e"
         );
+    }
+
+    #[test]
+    fn marks_that_combine_with_a_letter_are_printed_as_they_are() {
+        let mut text = String::new();
+        write_text(&mut text, "e\u{301} \u{e01}\u{e47}\u{200b}");
+        assert_eq!(text, "'e\u{301} \u{e01}\u{e47}\\u200b'");
     }
 
     #[test]

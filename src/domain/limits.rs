@@ -1,4 +1,4 @@
-//! What is too much, each limit once.
+//! The limits that more than one module needs, each defined once.
 
 use std::time::Duration;
 
@@ -14,13 +14,14 @@ pub const MOST_RETRIES: i32 = 1000;
 pub const MAX_QUEUE_NAME_BYTES: usize = 255;
 
 /// The latest moment that a producer may name, the end of the year 9999 in Unix
-/// milliseconds: later than any sense, earlier than any overflow.
+/// milliseconds: later than any moment that makes sense, early enough that no sum overflows.
 pub const LATEST_MS: i64 = 253_402_300_799_999;
 
 /// The longest error text that is kept: it is for people, whom more does not help.
 pub const MAX_ERROR_BYTES: usize = 64 * 1024;
 
-/// The longest of a producer's words for search: ids, tenant, category, operation.
+/// The most bytes of a producer's label (ids, tenant, category, operation, error type),
+/// which is cut there, and of an idempotency key, which is refused beyond.
 pub const MAX_LABEL_BYTES: usize = 255;
 
 /// The most bytes of AMQP properties that are kept: all headers go back in one

@@ -1,7 +1,7 @@
 //! What a failed message is, what may become of it, and the rules that decide.
 //!
 //! Everything here is pure: no IO, no clock, no randomness of its own. In reading
-//! order: [`task`] (the row as types), [`classify`] (what kind of failure it was),
+//! order: [`task`] (the row as types), [`budget`], [`classify`] (what kind of failure it was),
 //! [`policy`] (how long to wait and how often), [`review`] (why a task goes to
 //! people), [`arrival`] (what a failure means for a row that has its id),
 //! [`settlement`] (how a claimed row ends), [`event`] (the words of history),
@@ -12,6 +12,7 @@
 mod text;
 pub mod arrival;
 pub mod attempt;
+pub mod budget;
 pub mod classify;
 pub mod event;
 pub mod idempotency;

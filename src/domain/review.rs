@@ -1,12 +1,12 @@
-//! Why a task goes to people: the reasons, and the one place that decides.
+//! Why a task goes to people: the reasons, and the order in which they are looked for.
 //!
 //! | reason | decided by |
 //! |---|---|
-//! | `invalid` | [`crate::wire::decode`], or Postgres, which refused to store the message |
-//! | `conflict`, `late` | [`Known::meets`](super::arrival::Known::meets), when an arrival's id or key is taken |
-//! | all others | [`Evidence::reason`], when a failure arrives, when its task is claimed, and when a retry finds no queue |
+//! | `invalid` | [`crate::wire::decode`], or intake when Postgres refuses to store the message |
+//! | `conflict`, `late` | [`super::arrival`], when an arrival's id or key is taken |
+//! | all others | [`Evidence::reason`], when a failure arrives, when its task is claimed, and when its message could not be sent |
 
-use super::classify::ErrorClass;
+use super::{budget::Budget, classify::ErrorClass};
 
 /// Why a message goes to people instead of back to its queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,12 +19,13 @@ pub enum Reason {
     Final,
     /// Another try cannot help: `[terminal]` stands in the error text.
     Terminal,
-    /// The queue does not exist, and the retries are spent on finding that out.
+    /// The message could not be sent back (no such queue, or the broker refused its
+    /// content) until the retries were spent.
     Unroutable,
     /// The message cannot be understood, or asks for what is not allowed.
     Invalid,
-    /// The id belongs to another message that still waits, or the row that has it
-    /// cannot be understood.
+    /// The id belongs to another message that still waits, or to a row that a newer
+    /// version wrote; or the idempotency key was applied to another message.
     Conflict,
     /// The id belongs to a message that has already ended.
     Late,
@@ -48,42 +49,8 @@ impl Reason {
     }
 }
 
-/// Retries made, and retries allowed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[allow(missing_docs)] // the columns have the same names
-pub struct Budget {
-    pub retry_count: i32,
-    pub max_retries: i32,
-}
-
-impl Budget {
-    /// Whether no retry is left. Every decision about a spent budget asks here.
-    pub fn is_spent(self) -> bool {
-        self.retry_count >= self.max_retries
-    }
-
-    /// How often the message was executed so far: the first execution is no retry.
-    pub fn executions(self) -> i32 {
-        self.retry_count.saturating_add(1)
-    }
-
-    /// How often the message may be executed in all.
-    pub fn max_executions(self) -> i32 {
-        self.max_retries.saturating_add(1)
-    }
-
-    /// The same budget with at least `retry_count` retries made: a count never goes down.
-    pub fn at_least(self, retry_count: i32) -> Self {
-        Self {
-            retry_count: self.retry_count.max(retry_count),
-            ..self
-        }
-    }
-}
-
-/// What is known of a task when it is decided whether it goes to review. The default
-/// is a task of which nothing is known but that its budget is spent.
-#[derive(Clone, Copy, Debug, Default)]
+/// What is known of a task when it is decided whether it goes to review.
+#[derive(Clone, Copy, Debug)]
 pub struct Evidence {
     /// A reason that was decided earlier.
     pub decided: Option<Reason>,
@@ -93,13 +60,25 @@ pub struct Evidence {
     pub class: Option<ErrorClass>,
     /// The budget after all attempts so far.
     pub budget: Budget,
-    /// The broker just returned the message: its queue does not exist.
+    /// The attempt just made could not be sent.
     pub returned: bool,
     /// The task is older than its policy's `max_age`.
     pub expired: bool,
 }
 
 impl Evidence {
+    /// A task of which nothing is known but its budget.
+    pub fn of(budget: Budget) -> Self {
+        Self {
+            decided: None,
+            terminal: false,
+            class: None,
+            budget,
+            returned: false,
+            expired: false,
+        }
+    }
+
     /// The reason for review, if there is one. The first line that applies decides.
     pub fn reason(self) -> Option<Reason> {
         self.decided
@@ -122,9 +101,8 @@ mod tests {
             max_retries: 3,
         };
         let fine = Evidence {
-            budget,
             class: Some(ErrorClass::Retryable),
-            ..Evidence::default()
+            ..Evidence::of(budget)
         };
         assert_eq!(fine.reason(), None);
         let mut evidence = Evidence {
@@ -142,17 +120,5 @@ mod tests {
         assert_eq!(evidence.reason(), Some(Reason::Terminal));
         evidence.decided = Some(Reason::Invalid);
         assert_eq!(evidence.reason(), Some(Reason::Invalid));
-    }
-
-    #[test]
-    fn a_count_never_goes_down_and_a_budget_of_none_is_spent_at_once() {
-        let budget = Budget {
-            retry_count: 2,
-            max_retries: 3,
-        };
-        assert_eq!(budget.at_least(1), budget);
-        assert!(!budget.is_spent());
-        assert!(budget.at_least(3).is_spent());
-        assert!(Budget::default().is_spent());
     }
 }

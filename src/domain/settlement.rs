@@ -14,8 +14,9 @@ pub enum Settlement {
     },
     /// The message was given to people.
     Reviewed(Reason),
-    /// The message came back because its queue does not exist, or the broker closed
-    /// the channel over its content: an attempt is spent, and the task waits again.
+    /// The message could not be sent back, because its queue does not exist, the broker
+    /// closed the channel over its content, or it could not be made: an attempt is
+    /// spent, and the task waits again.
     Returned {
         /// The count after this attempt.
         retry_count: i32,
@@ -26,7 +27,8 @@ pub enum Settlement {
         /// Set when that was the last attempt: the next stop is review.
         reason: Option<Reason>,
     },
-    /// The broker would not take the message now: the task waits, nothing is spent.
+    /// The broker refused the message for now or did not confirm it in time, or review
+    /// could not be reached: the task waits, nothing is spent.
     Deferred {
         /// The wait before the next try.
         delay: Duration,

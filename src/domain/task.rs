@@ -7,9 +7,10 @@ use uuid::Uuid;
 
 use super::{
     attempt,
+    budget::Budget,
     classify::ErrorClass,
     policy::Policy,
-    review::{Budget, Evidence, Reason},
+    review::{Evidence, Reason},
 };
 
 /// Where a task stands: `pending → retried | failed`, and `cancelled` by an operator.
@@ -24,7 +25,7 @@ pub enum Status {
     Retried,
     /// The message is with people.
     Failed,
-    /// An operator stopped the task.
+    /// An operator stopped the task. The service itself never does.
     Cancelled,
 }
 
@@ -52,7 +53,8 @@ pub enum Next {
     Retry {
         /// The wait that the policy or the producer asks for.
         delay: Duration,
-        /// A wait that the other side asked for spends no attempt.
+        /// Whether the republish spends no attempt, because the other side asked for the
+        /// wait.
         free: bool,
     },
     /// The message goes to people at once.
@@ -118,8 +120,7 @@ impl NewTask {
             decided: self.verdict,
             terminal: self.terminal,
             class: Some(self.class),
-            budget: self.budget.at_least(retry_count),
-            ..Evidence::default()
+            ..Evidence::of(self.budget.at_least(retry_count))
         };
         if let Some(reason) = evidence.reason() {
             return Next::Review(reason);
@@ -186,9 +187,8 @@ impl Task {
     pub fn review_reason(&self) -> Option<Reason> {
         let evidence = Evidence {
             decided: self.reason,
-            budget: self.budget,
             expired: self.expired,
-            ..Evidence::default()
+            ..Evidence::of(self.budget)
         };
         evidence.reason()
     }
@@ -199,13 +199,14 @@ impl Task {
         self.budget.retry_count.saturating_add(spends)
     }
 
-    /// The id of the attempt that the next republish is: the same when that
-    /// republish has to be made again, another one after the next failure.
+    /// The id of the attempt that the next republish is: the same when that republish
+    /// has to be made again, another one once a failure was reported.
     pub fn attempt_id(&self) -> Uuid {
         attempt::id(self.message_id, self.next_count(), self.last_failed_at)
     }
 
-    /// How long the task was to wait after its last failure.
+    /// The time from the last failure to the moment at which the task was due, deferrals
+    /// included.
     pub fn delay(&self) -> Duration {
         let delay = self.due_at - self.last_failed_at;
         delay.to_std().unwrap_or_default()

@@ -27,7 +27,7 @@ const PATIENCE: Duration = Duration::from_secs(2);
 
 /// What the pages show.
 #[derive(Clone)]
-#[allow(missing_docs)]
+#[allow(missing_docs)] // the parts they ask
 pub struct Pages {
     pub store: Store,
     pub health: Health,

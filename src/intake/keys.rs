@@ -8,6 +8,7 @@ use sha2::{Digest, Sha256};
 use crate::{
     domain::{
         arrival::{Applied, KeyMatch},
+        review::Reason,
         task::NewTask,
     },
     store::{StoreError, arrivals::IntakeTx, idempotency::Key},
@@ -20,8 +21,8 @@ pub(super) struct Sorted<'t> {
     pub fresh: Vec<&'t NewTask>,
     /// Failures that were applied before, with their keys.
     pub hits: Vec<(&'t NewTask, Key)>,
-    /// Other messages under a key that was applied: people have to look at them.
-    pub others: Vec<&'t NewTask>,
+    /// Other messages under a key that was applied, and why they go to review.
+    pub others: Vec<(&'t NewTask, Reason)>,
 }
 
 /// Takes the keys of the batch for `life`, and sorts the batch by what they say.
@@ -31,37 +32,39 @@ pub(super) async fn sort<'t>(
     life: Duration,
 ) -> Result<Sorted<'t>, StoreError> {
     let mut sorted = Sorted::default();
-    let mut known: HashMap<Key, Applied> = HashMap::new();
+    let mut wanted: HashMap<Key, Applied> = HashMap::new();
     for task in tasks {
         if let Some(key) = key_of(task) {
-            known.entry(key).or_insert_with(|| applied_to(task));
+            wanted.entry(key).or_insert_with(|| applied(task));
         }
     }
-    if known.is_empty() {
+    if wanted.is_empty() {
         sorted.fresh = tasks.iter().collect();
         return Ok(sorted);
     }
-    let mut taken = tx.take_keys(&known, life).await?;
-    let theirs: Vec<&Key> = known.keys().filter(|key| !taken.contains(key)).collect();
-    let theirs = tx.look_up_keys(&theirs).await?;
-    known.extend(theirs);
+    let taken = tx.take_keys(&wanted, life).await?;
+    let others: Vec<&Key> = wanted.keys().filter(|key| !taken.contains(key)).collect();
+    // What each key was applied to: by others before, and by this batch so far.
+    let mut known = tx.look_up_keys(&others).await?;
     for task in tasks {
         let Some(key) = key_of(task) else {
             sorted.fresh.push(task);
             continue;
         };
-        // The first mention of a key that was free takes it; a later one meets it.
-        let before = known.get(&key).filter(|_| !taken.remove(&key));
-        match before.map(|before| before.meets(&applied_to(task))) {
-            None | Some(KeyMatch::Next) => sorted.fresh.push(task),
+        let arriving = applied(task);
+        match known.get(&key).map(|before| before.meets(&arriving)) {
+            None | Some(KeyMatch::Next) => {
+                known.insert(key, arriving);
+                sorted.fresh.push(task);
+            }
             Some(KeyMatch::Same) => sorted.hits.push((task, key)),
-            Some(KeyMatch::Other) => sorted.others.push(task),
+            Some(KeyMatch::Other(reason)) => sorted.others.push((task, reason)),
         }
     }
     Ok(sorted)
 }
 
-/// The key of a failure, if it has one, where it is unique.
+/// The key of a failure with the scope in which it is unique, if the failure has one.
 pub(super) fn key_of(task: &NewTask) -> Option<Key> {
     task.idempotency_key.clone().map(|key| Key {
         scope: task.scope(),
@@ -69,7 +72,7 @@ pub(super) fn key_of(task: &NewTask) -> Option<Key> {
     })
 }
 
-fn applied_to(task: &NewTask) -> Applied {
+fn applied(task: &NewTask) -> Applied {
     Applied {
         retry_count: task.budget.retry_count,
         digest: Sha256::digest(&task.payload).to_vec(),

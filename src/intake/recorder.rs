@@ -43,34 +43,31 @@ const LOST_COMMIT_PATIENCE: Duration = Duration::from_secs(5);
 
 /// Decodes, decides and stores.
 #[derive(Clone)]
-#[allow(missing_docs)] // fields without a comment are the parts it works with
 pub struct Recorder {
-    pub store: Store,
-    /// What arrivals are judged by.
-    pub rules: Arc<Rules>,
-    /// Rung for what falls due soon.
-    pub wake: Arc<Wake>,
-    pub metrics: Arc<Metrics>,
-    /// How long an idempotency key is remembered.
-    pub key_life: Duration,
-    /// Whether a row of a newer version was told of already.
-    pub told_of_unknown: Arc<AtomicBool>,
+    pub(super) store: Store,
+    pub(super) rules: Arc<Rules>,
+    wake: Arc<Wake>,
+    metrics: Arc<Metrics>,
+    key_life: Duration,
+    /// Whether the warning about a newer version's row was logged; it is logged once.
+    told_of_unknown: Arc<AtomicBool>,
 }
 
 /// What storing a task did, to be told once it is durable.
 enum Effect<'t> {
-    /// A row waits, this long, for its retry or for review.
+    /// A row was inserted, or went back to `pending`; it waits this long for its retry or
+    /// for review.
     Stored {
         planned: Planned<'t>,
         delay: Duration,
     },
-    /// The task goes to review under another id, because its own is taken.
+    /// The task goes to review under another id, because its id or its key is taken.
     Beside {
         task: &'t NewTask,
         stored_as: Uuid,
         reason: Reason,
     },
-    /// The failure was known already.
+    /// A waiting row already holds this failure.
     Duplicate(&'t NewTask),
     /// The failure's key was applied before, to the message with this id.
     Hit {
@@ -80,7 +77,7 @@ enum Effect<'t> {
 }
 
 impl Effect<'_> {
-    /// The id of the row that bears the moment of the transaction, if one does.
+    /// The id of the row that was stamped with the transaction's moment, if one was.
     fn stored_as(&self) -> Option<Uuid> {
         match self {
             Self::Stored { planned, .. } => Some(planned.task.message_id),
@@ -90,7 +87,7 @@ impl Effect<'_> {
     }
 }
 
-/// A batch while it is being stored.
+/// What has been stored of a batch so far.
 #[derive(Default)]
 struct Progress<'t> {
     effects: Vec<Effect<'t>>,
@@ -99,6 +96,25 @@ struct Progress<'t> {
 }
 
 impl Recorder {
+    /// Judges arrivals by `rules`, tells `wake` when the earliest of what was stored falls
+    /// due, and remembers an idempotency key for `key_life`.
+    pub fn new(
+        store: Store,
+        rules: Arc<Rules>,
+        wake: Arc<Wake>,
+        metrics: Arc<Metrics>,
+        key_life: Duration,
+    ) -> Self {
+        Self {
+            store,
+            rules,
+            wake,
+            metrics,
+            key_life,
+            told_of_unknown: Arc::default(),
+        }
+    }
+
     /// Stores a batch. On success each arrival is durable, as a row or as a case for
     /// review, or was so before.
     pub async fn record(&self, arrivals: Vec<Arrived>) -> Result<(), StoreError> {
@@ -166,8 +182,8 @@ impl Recorder {
         let mut effects = progress.effects;
         if !others.is_empty() {
             let mut copies = Vec::with_capacity(others.len());
-            for task in others {
-                copies.push(beside(task, Reason::Conflict, &mut effects));
+            for (task, reason) in others {
+                copies.push(beside(task, reason, &mut effects));
             }
             self.store_copies(&mut tx, &copies).await?;
         }
@@ -198,7 +214,8 @@ impl Recorder {
     }
 
     /// Whether a COMMIT that was not answered took place. When that cannot be found
-    /// out the answer is no: delivered again, the failures are recognised by their ids.
+    /// out the answer is no: delivered again, failures with an id are recognised by it;
+    /// those without one, and cases for review, may be stored twice.
     async fn took_place(&self, ids: &[Uuid], mark: &Mark) -> bool {
         let deadline = Instant::now() + LOST_COMMIT_PATIENCE;
         let mut backoff = Backoff::default();
@@ -276,9 +293,9 @@ impl Recorder {
                     effects.push(Effect::Duplicate(task));
                 }
                 Arrival::Beside(reason) => case(reason),
-                Arrival::Unknown(text) => {
+                Arrival::BesideUnknown(reason, text) => {
                     self.tell_of_unknown(row.id, &text);
-                    case(Reason::Conflict);
+                    case(reason);
                 }
             }
             applied.extend(key_of(task).map(|key| (key, stored_as)));
@@ -325,7 +342,8 @@ impl Recorder {
         }
     }
 
-    /// Metrics, logs and the dispatcher's alarm, once the batch is durable.
+    /// Updates the metrics, writes the log lines and wakes the dispatcher, once the batch
+    /// is durable.
     fn tell(&self, effects: &[Effect<'_>], started: Instant) {
         let mut soonest: Option<Duration> = None;
         let mut due_in = |delay: Duration| {
@@ -342,13 +360,13 @@ impl Recorder {
                             audit::scheduled(task, planned.retry_count, *delay);
                         }
                         Next::Review(reason) => {
-                            self.metrics.sent_to_review(reason);
+                            self.metrics.bound_for_review(reason);
                             audit::bound_for_review(task, planned.retry_count, reason);
                         }
                     }
                 }
                 Effect::Beside { task, reason, .. } => {
-                    self.metrics.sent_to_review(*reason);
+                    self.metrics.bound_for_review(*reason);
                     due_in(Duration::ZERO);
                     audit::bound_for_review(task, task.budget.retry_count, *reason);
                 }

@@ -38,7 +38,7 @@ const ROUND: Duration = Duration::from_secs(1);
 const FRUITLESS: Duration = Duration::from_millis(100);
 
 /// The loop that removes what is too old, and refreshes the gauges.
-#[allow(missing_docs)]
+#[allow(missing_docs)] // the parts it works with
 pub struct Janitor {
     pub store: Store,
     pub metrics: Arc<Metrics>,
@@ -58,19 +58,19 @@ impl Janitor {
     /// Runs until cancelled.
     pub async fn run(self, cancelled: CancellationToken) {
         let mut walk = Walk::default();
-        let mut look_at = Instant::now();
+        let mut rest_until = Instant::now();
         while !cancelled.is_cancelled() {
             let started = Instant::now();
             if let Err(e) = self.count().await {
                 self.failed(&e, "the backlog could not be counted");
             }
             let pause = INTERVAL.max(started.elapsed() * DUTY);
-            if look_at <= Instant::now() {
+            if rest_until <= Instant::now() {
                 match self.remove_old(&mut walk).await {
                     Ok(Round {
                         removed: 0,
                         finished: true,
-                    }) => look_at = Instant::now() + QUIET,
+                    }) => rest_until = Instant::now() + QUIET,
                     Ok(_) => {}
                     Err(e) => self.failed(&e, "old rows could not be removed"),
                 }

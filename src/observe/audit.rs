@@ -62,7 +62,7 @@ pub fn bound_for_review(task: &NewTask, retry_count: i32, reason: Reason) {
 
 /// A failure was already waiting.
 pub fn duplicate(task: &NewTask) {
-    event!(info, Duplicate, task, policy: task.policy.name, "already waiting; nothing changes",);
+    event!(info, Duplicate, task, policy: task.policy.name, "already waiting",);
 }
 
 /// A failure with this key was applied before, to the message with the id `applied_to`.
@@ -106,7 +106,7 @@ pub fn reviewed(task: &Task, reason: Reason) {
     );
 }
 
-/// A message could not be sent back: no such queue.
+/// A message could not be sent back.
 pub fn returned(task: &Task, delay: Duration, error: &str) {
     event!(warn, Returned, task, policy: task.policy, "could not be sent back",
         attempt_id = %task.attempt_id(),
@@ -120,7 +120,10 @@ pub fn returned(task: &Task, delay: Duration, error: &str) {
 
 /// The broker would not take a message for now.
 pub fn deferred(task: &Task, delay: Duration) {
+    let to_its_queue = task.review_reason().is_none();
+    let attempt_id = to_its_queue.then(|| task.attempt_id());
     event!(info, Deferred, task, policy: task.policy, "the broker would not take it now",
+        attempt_id = attempt_id.map(tracing::field::display),
         attempt_number = task.budget.executions(),
         max_attempts = task.budget.max_executions(),
         delay_seconds = delay.as_secs_f64(),

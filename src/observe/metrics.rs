@@ -90,7 +90,7 @@ impl Metrics {
         Ok(Self {
             queues: QueueLabels { seen: Mutex::default(), most: max_queues },
             scheduled: counters(&r, "retries_scheduled_total", "Failures that were given another retry", &["queue"])?,
-            executed: counters(&r, "retries_executed_total", "Due retries: success (back in the queue) or failed (no such queue)", &["queue", "status"])?,
+            executed: counters(&r, "retries_executed_total", "Due retries: success (back in the queue) or failed (could not be sent: no such queue, or refused content)", &["queue", "status"])?,
             exhausted: counters(&r, "retries_exhausted_total", "Messages moved to manual review after max retries", &["queue"])?,
             queue_depth: gauge(&r, "retry_queue_depth", "Pending retry tasks")?,
             oldest_due_seconds: {
@@ -99,7 +99,7 @@ impl Metrics {
                 g
             },
             reviewed: counters(&r, "retries_reviewed_total", "Messages given to manual review, by reason", &["reason"])?,
-            deferred: counter(&r, "retries_deferred_total", "Due retries the broker would not take for now; they spend no attempt")?,
+            deferred: counter(&r, "retries_deferred_total", "Due tasks that the broker refused for now or did not confirm in time; they spend no attempt")?,
             intake: counters(&r, "retry_intake_total", "Deliveries by what became of them: scheduled, review, duplicate or idempotency_hit", &["outcome"])?,
             duplicates: counter(&r, "retry_duplicates_total", "Deliveries of a failure that was already waiting")?,
             invalid: counter(&r, "retry_invalid_total", "Deliveries that could not be understood or were not allowed")?,
@@ -129,7 +129,7 @@ impl Metrics {
     }
 
     /// Counts a delivery that will not be retried.
-    pub fn sent_to_review(&self, reason: Reason) {
+    pub fn bound_for_review(&self, reason: Reason) {
         if reason == Reason::Invalid {
             self.invalid.inc();
         }
@@ -161,7 +161,7 @@ impl Metrics {
         self.drift.observe(drift.as_secs_f64());
     }
 
-    /// Counts a retry that found no such queue.
+    /// Counts a message that could not be sent back.
     pub fn returned(&self, queue: &str) {
         self.executed
             .with_label_values(&[self.queues.label(queue), "failed"])

@@ -16,7 +16,7 @@ use tracing_subscriber::{
 
 use crate::config::{LogFormat, Settings};
 
-/// Error text is a stranger's: what is longer than this does not fit a log line.
+/// The most bytes of a stranger's text in one log line; the rest is cut.
 const MAX_LOGGED_BYTES: usize = 500;
 
 /// Starts logging to standard error, so that command output stays clean.

@@ -18,9 +18,10 @@ use crate::{
     domain::{
         UnknownText,
         arrival::Known,
+        budget::Budget,
         classify::ErrorClass,
         event::EventKind,
-        review::{Budget, Reason},
+        review::Reason,
         task::{NewTask, Next, Status},
     },
     plant::Point,
@@ -46,7 +47,7 @@ pub struct IntakeTx {
 }
 
 /// What is known of a transaction before it commits: the moment stamped on every
-/// failure it stores, and Postgres's own name for it. Tells the transaction from all
+/// failure it stores, and Postgres's own name for it. It tells this transaction from all
 /// others, should its COMMIT go unanswered.
 #[derive(Clone, Debug, FromRow)]
 pub struct Mark {
@@ -60,16 +61,14 @@ const MARK: &str = "now() AS at, pg_current_xact_id()::text AS xid";
 /// How long the row `c` has to wait, in milliseconds.
 const DELAY_MS: &str = "EXTRACT(EPOCH FROM c.next_retry_at - now()) * 1000";
 
-/// Ids already present are left alone and not reported back: their rows must be
-/// locked and looked at first.
+/// Inserts the failures whose ids are new. Ids that are present are left alone and not
+/// returned: their rows must be locked and looked at first.
 pub(super) static INSERT: Statement = Statement::new("insert new", || {
+    let (kind, instance) = (literal(EventKind::Scheduled), next_parameter());
     let events = Event {
-        from: "inserted",
-        kind: &literal(EventKind::Scheduled),
         delay_ms: DELAY_MS,
         error: "c.error_reason",
-        instance: &next_parameter(),
-        ..Event::default()
+        ..Event::of("inserted", &kind, &instance)
     };
     format!(
         "{}, inserted AS (
@@ -82,7 +81,7 @@ pub(super) static INSERT: Statement = Statement::new("insert new", || {
                    max_retries, free, GREATEST(LEAST(due_at, expires_at), now()), reason,
                    first_failed_at, expires_at, policy, category, operation, error_type, tenant,
                    correlation_id, trace_id, priority
-            FROM due
+            FROM timed
             ON CONFLICT (message_id) DO NOTHING
             RETURNING q.message_id, q.error_reason, {}
         ), events AS ({})
@@ -96,15 +95,13 @@ pub(super) static INSERT: Statement = Statement::new("insert new", || {
 /// A message that was sent back and failed again waits again. Its first failure and
 /// its expiry stay. When its body is another one than before, the event says so.
 pub(super) static FAIL_AGAIN: Statement = Statement::new("fail again", || {
+    let (kind, instance) = (literal(EventKind::Scheduled), next_parameter());
     let events = Event {
-        from: "updated",
-        kind: &literal(EventKind::Scheduled),
         detail: "c.detail",
         was: "'retried'",
         delay_ms: DELAY_MS,
         error: "c.error_reason",
-        instance: &next_parameter(),
-        ..Event::default()
+        ..Event::of("updated", &kind, &instance)
     };
     format!(
         "{}, updated AS (
@@ -119,11 +116,7 @@ pub(super) static FAIL_AGAIN: Statement = Statement::new("fail again", || {
                 category = d.category, operation = d.operation, error_type = d.error_type,
                 tenant_id = d.tenant, correlation_id = d.correlation_id, trace_id = d.trace_id,
                 priority = d.priority
-            FROM due d
-            CROSS JOIN LATERAL (
-                SELECT ctid, original_payload FROM retry_queue
-                WHERE message_id = d.message_id OFFSET 0
-            ) AS place
+            FROM timed d {}
             WHERE q.ctid = place.ctid
             RETURNING q.message_id, q.error_reason,
                       CASE WHEN place.original_payload <> q.original_payload THEN
@@ -133,14 +126,19 @@ pub(super) static FAIL_AGAIN: Statement = Statement::new("fail again", || {
         ), events AS ({})
         SELECT c.message_id, ({DELAY_MS})::bigint AS delay_ms FROM updated c",
         incoming(),
+        place(
+            "retry_queue",
+            "message_id = d.message_id",
+            "ctid, original_payload"
+        ),
         changed(),
         events.insert(),
     )
 });
 
-/// Waits for whoever holds a row: the dispatcher may be just about to say that it was
-/// sent, and then this is not a duplicate but the next failure. In order of id, as
-/// rows are stored.
+/// Locks the rows that have the ids of a batch, in order of id, as rows are stored. It
+/// waits for whoever holds one: the dispatcher may be about to commit that the message
+/// was sent, and then this is no duplicate but the next failure.
 pub(super) static LOCK_KNOWN: Statement = Statement::new("lock known", || {
     "SELECT q.id, q.message_id, q.status, q.reason, q.error_class, q.retry_count, q.max_retries,
             CASE WHEN q.status = 'pending'
@@ -155,19 +153,19 @@ pub(super) static LOCK_KNOWN: Statement = Statement::new("lock known", || {
 });
 
 /// Raises counts where the arrival's is higher; a row whose budget is thereby spent
-/// need not wait any longer.
+/// need not wait any longer. The moment of the report becomes that of the last failure:
+/// the message may have been sent, and its confirm lost, and then the report is of that
+/// attempt, so the next one must have another id.
 pub(super) static NOTE_DUPLICATES: Statement = Statement::new("note duplicates", || {
+    let kind = literal(EventKind::Duplicate);
     let events = Event {
-        from: "updated",
-        kind: &literal(EventKind::Duplicate),
         was: "'pending'",
-        instance: "$4",
-        ..Event::default()
+        ..Event::of("updated", &kind, "$4")
     };
     format!(
         "WITH updated AS (
             UPDATE retry_queue q
-            SET retry_count = GREATEST(i.retry_count, q.retry_count),
+            SET retry_count = GREATEST(i.retry_count, q.retry_count), last_failed_at = now(),
                 next_retry_at = CASE WHEN i.spent
                                      THEN LEAST(q.next_retry_at, now()) ELSE q.next_retry_at END
             FROM unnest($1::bigint[], $2::int[], $3::bool[]) AS i (id, retry_count, spent)
@@ -175,7 +173,7 @@ pub(super) static NOTE_DUPLICATES: Statement = Statement::new("note duplicates",
             WHERE q.ctid = place.ctid
             RETURNING {}
         ) {}",
-        place("retry_queue", "id = i.id"),
+        place("retry_queue", "id = i.id", "ctid"),
         changed(),
         events.insert(),
     )

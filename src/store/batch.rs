@@ -78,8 +78,8 @@ fn reason(next: Next) -> Option<Reason> {
 }
 
 impl<'t> Columns<'t> {
-    /// The batch in order of id, so that two instances with the same messages wait
-    /// for each other one way only, and never for ever.
+    /// The batch in order of id, so that two instances with the same messages lock them in
+    /// the same order.
     pub(super) fn of(batch: &[Planned<'t>]) -> Self {
         let mut columns = Self::default();
         let mut ordered: Vec<&Planned<'t>> = batch.iter().collect();
@@ -96,7 +96,7 @@ pub(super) fn next_parameter() -> String {
     format!("${}", COLUMNS.len() + 1)
 }
 
-/// The batch as a relation `due`. A message is due after its delay, not before the
+/// The batch as a relation `timed`. A message is due after its delay, not before the
 /// moment its producer names, and at the latest when it expires; a message for review
 /// is due now.
 ///
@@ -114,7 +114,7 @@ pub(super) fn incoming() -> String {
         ), incoming AS (
             SELECT *, LEAST(now(), to_timestamp(first_failed_at_ms / 1000.0)) AS first_failed_at
             FROM arrays
-        ), due AS (
+        ), timed AS (
             SELECT *,
                    first_failed_at + max_age_ms * interval '1 millisecond' AS expires_at,
                    CASE WHEN delay_ms IS NULL THEN now() ELSE GREATEST(

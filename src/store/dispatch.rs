@@ -13,7 +13,8 @@ use super::{
 };
 use crate::{
     domain::{
-        review::{Budget, Reason},
+        budget::Budget,
+        review::Reason,
         settlement::Settlement,
         task::{Labels, Task},
     },
@@ -24,14 +25,15 @@ use crate::{
 /// as they were, and free for any instance.
 pub struct Claim {
     tx: Tx,
-    /// The rows, oldest due first.
+    /// The rows: the oldest due first; after a fair claim, the first of each lane before
+    /// any lane's second.
     pub tasks: Vec<Task>,
     /// Whether there may be more due than were taken.
     pub full: bool,
 }
 
-/// The columns of a [`Task`], in the order of its fields. `body` gives the two large
-/// ones, which not everybody needs.
+/// The columns of a [`Task`], which are read by name. `body` gives payload and
+/// properties, which a mere look leaves out.
 fn task_columns(body: &str) -> String {
     format!(
         "id, message_id, producer_id, {body}, original_queue, error_reason, error_class,
@@ -95,8 +97,8 @@ pub(super) static CLAIM: Statement = Statement::of_claim("claim", || {
     )
 });
 
-/// For when more is due than one claim takes: first a share for each lane, `$5` rows
-/// in all, then the oldest. A loose index scan finds the lanes after `$3`, `$4` of them.
+/// Claims when more is due than one claim takes: first a share for each lane, `$5` rows
+/// in all, then the oldest. A loose index scan finds up to `$4` lanes after `$3`.
 pub(super) static CLAIM_FAIRLY: Statement = Statement::of_claim("claim fairly", || {
     format!(
         "WITH RECURSIVE lanes AS (
@@ -142,14 +144,11 @@ const LANES: i64 = 64;
 /// `clock_timestamp()`, because the transaction began before the broker was asked.
 pub(super) static SETTLE: Statement = Statement::of_claim("settle", || {
     let events = Event {
-        from: "settled",
-        kind: "c.event_type",
         was: "'pending'",
         delay_ms: "c.delay_ms",
         error: "c.error",
         attempt_id: "c.attempt_id",
-        instance: "$9",
-        ..Event::default()
+        ..Event::of("settled", "c.event_type", "$9")
     };
     format!(
         "WITH outcome AS (
@@ -176,7 +175,7 @@ pub(super) static SETTLE: Statement = Statement::of_claim("settle", || {
             WHERE q.ctid = place.ctid
             RETURNING o.event_type, o.delay_ms, o.error, o.attempt_id, {}
         ) {}",
-        place("retry_queue", "id = o.id"),
+        place("retry_queue", "id = o.id", "ctid"),
         changed(),
         events.insert(),
     )
@@ -334,7 +333,7 @@ struct Outcomes<'e> {
     statuses: Vec<&'static str>,
     counts: Vec<Option<i32>>,
     /// The wait that the event tells of: the next one, or, of a message that was sent
-    /// back, the one that is over.
+    /// back, the whole time from its failure to its due moment.
     delays: Vec<Option<i64>>,
     reasons: Vec<Option<&'static str>>,
     errors: Vec<Option<&'e str>>,

@@ -4,7 +4,7 @@
 use crate::domain::event::EventKind;
 
 /// The actor of what the service does by itself.
-pub(super) const SERVICE: &str = "'service'";
+const SERVICE: &str = "'service'";
 
 /// The columns that an event takes over from its row.
 const OF_THE_ROW: [&str; 13] = [
@@ -46,23 +46,22 @@ pub(super) struct Event<'s> {
     pub instance: &'s str,
 }
 
-impl Default for Event<'_> {
-    fn default() -> Self {
+impl<'s> Event<'s> {
+    /// The events of this kind for the rows of `from`, by the service on `instance`.
+    pub fn of(from: &'s str, kind: &'s str, instance: &'s str) -> Self {
         Self {
-            from: "changed",
-            kind: "NULL",
+            from,
+            kind,
             detail: "NULL",
             was: "NULL",
             delay_ms: "NULL",
             error: "NULL",
             attempt_id: "NULL",
             actor: SERVICE,
-            instance: "NULL",
+            instance,
         }
     }
-}
 
-impl Event<'_> {
     /// The statement that writes the events.
     pub fn insert(&self) -> String {
         let Event {

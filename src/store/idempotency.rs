@@ -1,4 +1,4 @@
-//! Which failures were applied already.
+//! Idempotency keys: taken, looked up, attached to tasks, shown and cleared.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -21,12 +21,12 @@ use crate::domain::{
     event::{EventKind, KeyAction},
 };
 
-/// A producer's key where it is unique.
+/// A producer's key with the scope in which it is unique.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Key {
     /// The queue and the tenant, as [`crate::domain::idempotency::scope`] writes them.
     pub scope: String,
-    /// The producer's word.
+    /// The key as the producer sent it.
     pub key: String,
 }
 
@@ -41,18 +41,17 @@ pub struct Remembered {
     pub task: Option<(Uuid, String)>,
 }
 
-/// The event of what happened to a key.
-fn key_event(from: &str, action: KeyAction, actor: &str, instance: &str) -> String {
-    let event = Event {
-        from,
-        kind: &literal(EventKind::Idempotency),
-        detail: &format!("'{action}'"),
+/// The event of what happened to a key; an operator is named by `actor`.
+fn key_event(from: &str, action: KeyAction, actor: Option<&str>, instance: &str) -> String {
+    let (kind, detail) = (literal(EventKind::Idempotency), format!("'{action}'"));
+    let event = Event::of(from, &kind, instance);
+    Event {
+        detail: &detail,
         was: "c.status",
-        actor,
-        instance,
-        ..Event::default()
-    };
-    event.insert()
+        actor: actor.unwrap_or(event.actor),
+        ..event
+    }
+    .insert()
 }
 
 /// Takes the keys that are free. Another instance that is just taking the same key is
@@ -96,9 +95,13 @@ pub(super) static ATTACH: Statement = Statement::new("attach keys", || {
             WHERE k.ctid = place.ctid
             RETURNING {}
         ) {}",
-        place("idempotency_keys", "scope = i.scope AND key = i.key"),
+        place(
+            "idempotency_keys",
+            "scope = i.scope AND key = i.key",
+            "ctid"
+        ),
         changed(),
-        key_event("attached", KeyAction::Record, super::events::SERVICE, "$4"),
+        key_event("attached", KeyAction::Record, None, "$4"),
     )
 });
 
@@ -117,7 +120,7 @@ pub(super) static HITS: Statement = Statement::new("record hits", || {
         ), events AS ({})
         SELECT DISTINCT scope, key, message_id FROM hit",
         changed(),
-        key_event("hit", KeyAction::Hit, super::events::SERVICE, "$3"),
+        key_event("hit", KeyAction::Hit, None, "$3"),
     )
 });
 
@@ -133,17 +136,16 @@ pub(super) static SHOW: Statement = Statement::new("show a key", || {
 pub(super) static CLEAR: Statement = Statement::new("clear a key", || {
     format!(
         "WITH cleared AS (
-            DELETE FROM idempotency_keys WHERE scope = $1 AND key = $2
+            DELETE FROM idempotency_keys WHERE scope = $1 AND key = $2 AND expires_at > now()
             RETURNING task_id, retry_count, digest, expires_at
         ), changed AS (
             SELECT q.message_id, {} FROM cleared k
             CROSS JOIN LATERAL (SELECT * FROM retry_queue WHERE id = k.task_id OFFSET 0) q
         ), events AS ({})
         SELECT k.retry_count, k.digest, k.expires_at, c.message_id, c.status
-        FROM cleared k LEFT JOIN changed c ON TRUE
-        WHERE k.expires_at > now()",
+        FROM cleared k LEFT JOIN changed c ON TRUE",
         changed(),
-        key_event("changed", KeyAction::Clear, "$3", "$4"),
+        key_event("changed", KeyAction::Clear, Some("$3"), "$4"),
     )
 });
 

@@ -41,7 +41,7 @@ pub struct Walk {
 pub struct Unknown {
     /// How many there are.
     pub rows: i64,
-    /// The texts of one of them.
+    /// Status, reason and class of one of them, for the log.
     pub sample: Option<String>,
 }
 

@@ -5,7 +5,8 @@
 //! - [`dispatch`]: claim what is due, settle it, ask when to look again
 //! - [`maintenance`]: what the gauges show, and what is too old to keep
 //!
-//! Time is Postgres's throughout: durations come in, moments are made here.
+//! They share `tx` (a transaction), `batch` (the columns of a batch of failures), `events`
+//! (the columns of history) and `statement` (a statement as a value). Time is Postgres's throughout: durations come in, moments are made here.
 
 pub mod arrivals;
 mod batch;
@@ -28,7 +29,7 @@ use sqlx::{
 };
 
 pub use error::StoreError;
-pub use statement::{STATEMENTS, Statement};
+pub use statement::Statement;
 use tx::{Tx, within};
 
 use crate::config::Settings;
@@ -43,20 +44,46 @@ const MIGRATION_LOCK: i64 = 0x7265_7472_795f_6d67;
 const MIGRATION_DEADLINE: Duration = Duration::from_secs(3600);
 
 /// Writes nothing, and fails where writing would fail: on a read-only server, without
-/// the right to write, without our tables.
+/// the right to write, without our tables or their newest columns.
 const WRITES_NOTHING: &str = "
-    INSERT INTO retry_queue (message_id, original_payload, original_queue)
-        SELECT gen_random_uuid(), '', 'nowhere' WHERE FALSE;
+    INSERT INTO retry_queue (message_id, original_payload, original_queue, operation, error_type)
+        SELECT gen_random_uuid(), '', 'nowhere', '', '' WHERE FALSE;
     UPDATE retry_queue SET status = status WHERE FALSE;
-    INSERT INTO retry_events (task_id, event_type, status, retry_count, max_retries,
-                              next_retry_at, instance)
-        SELECT 0, '', '', 0, 0, now(), '' WHERE FALSE;
+    INSERT INTO retry_events (task_id, event_type, status, retry_count, max_retries, next_retry_at,
+                              operation, error_type, attempt_id, instance)
+        SELECT 0, '', '', 0, 0, now(), '', '', gen_random_uuid(), '' WHERE FALSE;
     INSERT INTO idempotency_keys (scope, key, expires_at, retry_count, digest)
-        SELECT '', '', now(), 0, '' WHERE FALSE";
+        SELECT '', '', now(), 0, '' WHERE FALSE;
+    UPDATE idempotency_keys SET task_id = task_id WHERE FALSE";
 
-/// Reads nothing, and fails where migrations have not been applied: they may be
-/// somebody else's to apply.
-const HAS_SCHEMA: &str = "SELECT FROM retry_queue, retry_events LIMIT 0";
+/// Reads nothing, and fails where the tables or their newest columns are missing: with
+/// MIGRATE_ON_START=false somebody else makes them.
+const HAS_SCHEMA: &str =
+    "SELECT q.operation, e.attempt_id FROM retry_queue q, retry_events e, idempotency_keys LIMIT 0";
+
+/// Every statement of the store but `BEGIN` and the probes.
+pub static STATEMENTS: &[&Statement] = &[
+    &arrivals::INSERT,
+    &arrivals::LOCK_KNOWN,
+    &arrivals::FAIL_AGAIN,
+    &arrivals::NOTE_DUPLICATES,
+    &arrivals::WAS_STORED,
+    &idempotency::TAKE,
+    &idempotency::LOOK_UP,
+    &idempotency::ATTACH,
+    &idempotency::HITS,
+    &idempotency::SHOW,
+    &idempotency::CLEAR,
+    &dispatch::CLAIM,
+    &dispatch::CLAIM_FAIRLY,
+    &dispatch::SETTLE,
+    &dispatch::LOOK,
+    &dispatch::NEXT_DUE,
+    &maintenance::BACKLOG,
+    &maintenance::REMOVE_TASKS,
+    &maintenance::REMOVE_EVENTS,
+    &maintenance::REMOVE_KEYS,
+];
 
 /// The database, shared by all parts of one instance.
 #[derive(Clone)]

@@ -1,11 +1,9 @@
-//! The statements as a list, so that a test can prepare each of them and look at
-//! its plan; and the pieces of SQL that several of them share.
+//! A statement as a value, so that a test can prepare it and look at its plan; and the
+//! pieces of SQL that several statements share.
 
 use std::sync::LazyLock;
 
 use crate::domain::{classify::ErrorClass, review::Reason, task::Status};
-
-use super::{arrivals, dispatch, idempotency, maintenance};
 
 /// Planner settings of every transaction of ours.
 ///
@@ -24,7 +22,7 @@ const PLAN_SETTINGS: &str =
 /// lane and sorts it. Without sorting, only the index that has the right order is left.
 const CLAIM_SETTINGS: &str = "set_config('enable_sort', 'off', true)";
 
-/// A statement that the store prepares.
+/// A statement of the store.
 pub struct Statement {
     /// What the statement does, as a short name.
     pub name: &'static str,
@@ -70,40 +68,16 @@ pub(super) fn settings(claims: bool) -> String {
     }
 }
 
-/// Every statement that the store prepares.
-pub static STATEMENTS: &[&Statement] = &[
-    &arrivals::INSERT,
-    &arrivals::LOCK_KNOWN,
-    &arrivals::FAIL_AGAIN,
-    &arrivals::NOTE_DUPLICATES,
-    &arrivals::WAS_STORED,
-    &idempotency::TAKE,
-    &idempotency::LOOK_UP,
-    &idempotency::ATTACH,
-    &idempotency::HITS,
-    &idempotency::SHOW,
-    &idempotency::CLEAR,
-    &dispatch::CLAIM,
-    &dispatch::CLAIM_FAIRLY,
-    &dispatch::SETTLE,
-    &dispatch::LOOK,
-    &dispatch::NEXT_DUE,
-    &maintenance::BACKLOG,
-    &maintenance::REMOVE_TASKS,
-    &maintenance::REMOVE_EVENTS,
-    &maintenance::REMOVE_KEYS,
-];
-
-/// Joins each row of a batch with the place of the row in `table` that has its key:
-/// one look into the index, whatever Postgres believes of the table. `OFFSET 0` keeps
+/// Joins each row of a batch with the place of the row in `table` that has its key, and
+/// with other `columns` of that row as they were: one look into the index, whatever Postgres believes of the table. `OFFSET 0` keeps
 /// the planner from making a join of it. The update then says
 /// `WHERE q.ctid = place.ctid`. Only for rows that this transaction has locked, since
 /// those keep their place.
-pub(super) fn place(table: &str, key: &str) -> String {
-    format!(" CROSS JOIN LATERAL (SELECT ctid FROM {table} WHERE {key} OFFSET 0) AS place ")
+pub(super) fn place(table: &str, key: &str, columns: &str) -> String {
+    format!(" CROSS JOIN LATERAL (SELECT {columns} FROM {table} WHERE {key} OFFSET 0) AS place ")
 }
 
-/// The condition that this version knows the reason and the class of a row of `q`.
+/// The condition that this version knows reason and class of the row with the alias `q`.
 ///
 /// A row with a text that only a newer version knows is that version's: while a
 /// rollout lasts, ours leaves it alone.

@@ -30,7 +30,7 @@ fn is_replayed(name: &str) -> bool {
 /// would expire in its queue), `user-id` (the broker checks it against our login),
 /// `delivery-mode` (a republish is always persistent) and `message-id` (it carries
 /// the task's identity).
-pub fn to_amqp(properties: Properties) -> BasicProperties {
+pub(super) fn to_amqp(properties: Properties) -> BasicProperties {
     let mut amqp = BasicProperties::default();
     let text = |s: String| {
         (!s.is_empty())
@@ -89,8 +89,8 @@ pub fn from_amqp(amqp: &BasicProperties) -> Properties {
     }
 }
 
-/// The bytes that the headers take in an AMQP frame.
-pub fn size(properties: &Properties) -> usize {
+/// An upper bound of the bytes that the headers take in an AMQP frame.
+pub(super) fn size(properties: &Properties) -> usize {
     table_size(&properties.headers)
 }
 
@@ -101,8 +101,8 @@ fn table_size(fields: &Fields) -> usize {
         .sum()
 }
 
-// A number that does not fit its type is written as the widest type, so each number
-// counts as many bytes as that one has.
+/// A number that does not fit its type is written as the widest type, so each number
+/// counts as many bytes as that one has.
 fn value_size(value: &HeaderValue) -> usize {
     1 + match &value.kind {
         None | Some(Kind::Void(_)) => 0,
@@ -150,8 +150,8 @@ fn table_from_amqp(table: &FieldTable, depth: usize) -> Fields {
         .collect()
 }
 
-// A number that does not fit its AMQP type is a producer's mistake. It is kept as the
-// widest type rather than refused.
+/// A number that does not fit its AMQP type is a producer's mistake. It is kept as the
+/// widest type rather than refused.
 fn value_to_amqp(value: HeaderValue, depth: usize) -> AMQPValue {
     let long = |n: i64| AMQPValue::LongLongInt(n);
     if depth > MAX_DEPTH {

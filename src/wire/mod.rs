@@ -1,8 +1,8 @@
 //! Bytes and AMQP properties to domain types, and back. Pure: no IO, no clock.
 //!
 //! Everything that a stranger can send is parsed here, once. A delivery that cannot
-//! be used becomes a task for review that holds it whole, so nothing after this
-//! point can refuse a message.
+//! be used becomes a task for review that holds it whole, so no later step has to refuse
+//! a message for what it says.
 
 mod decode;
 pub mod headers;

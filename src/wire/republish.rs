@@ -25,9 +25,9 @@ pub struct Outgoing {
     pub message_id: Uuid,
     /// The queue, which is the routing key on the default exchange.
     pub queue: ShortString,
-    #[allow(missing_docs)]
+    /// The AMQP properties, headers included.
     pub properties: BasicProperties,
-    #[allow(missing_docs)]
+    /// The body, byte for byte.
     pub body: Vec<u8>,
 }
 
@@ -37,8 +37,11 @@ pub(super) const RETRY_ID: &str = "x-retry-id";
 pub(super) const RETRY_COUNT: &str = "x-retry-count";
 /// The header that carries the id of this one attempt.
 const ATTEMPT_ID: &str = "x-retry-attempt-id";
+/// The header that says how many retries are allowed.
 const MAX_RETRIES: &str = "x-max-retries";
+/// The header with the beginning of the error text.
 const ORIGINAL_ERROR: &str = "x-original-error";
+/// The header that names this service.
 const SCHEDULER: &str = "x-retry-scheduler";
 
 /// Whether a lower-case header name is one that we write.
@@ -85,10 +88,7 @@ pub fn republish(task: &mut Task, service: &str) -> Result<Outgoing, String> {
     Ok(Outgoing {
         message_id: task.message_id,
         queue,
-        properties: restored
-            .with_message_id(id.into())
-            .with_delivery_mode(PERSISTENT)
-            .with_headers(table),
+        properties: persistent(restored.with_message_id(id.into()).with_headers(table)),
         body: std::mem::take(&mut task.payload),
     })
 }
@@ -101,6 +101,7 @@ fn text(value: &str) -> AMQPValue {
     AMQPValue::LongString(LongString::from(value))
 }
 
+/// Sets the delivery mode of all that we publish.
 pub(super) fn persistent(properties: BasicProperties) -> BasicProperties {
     properties.with_delivery_mode(PERSISTENT)
 }

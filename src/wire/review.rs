@@ -96,7 +96,7 @@ pub fn review(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::domain::{review::Budget, task::Labels};
+    use crate::domain::{budget::Budget, task::Labels};
     use chrono::DateTime;
 
     fn task(payload: Vec<u8>) -> Task {

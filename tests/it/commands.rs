@@ -115,6 +115,32 @@ async fn without_migrations_it_stays_unready_until_somebody_applies_them() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn on_the_tables_of_an_older_version_it_takes_nothing_until_they_are_migrated() {
+    let mut bed = Bed::new().await;
+    bed.set("MIGRATE_ON_START", "false");
+    bed.migrate().await;
+    bed.arrange("ALTER TABLE retry_events DROP COLUMN attempt_id")
+        .await;
+    let queue = bed.declare("target").await;
+    let sent = run(&bed, &["send", "--queue", &queue, "--payload", "p"]).await;
+    assert_eq!(sent.status.code(), Some(0), "{}", text(&sent.stderr));
+    let service = Process::spawn(bed.command());
+    service.until_logged("intake cannot subscribe yet").await;
+    let (status, body) = service.get("/ready").await;
+    assert_eq!(status, 503, "{body}");
+    assert!(body.contains("attempt_id"), "it says why: {body}");
+    // A quorum queue counts deliveries that come back: none may be taken yet.
+    assert_eq!(bed.client.depth(&bed.intake()).await, Some(1));
+    bed.arrange("ALTER TABLE retry_events ADD COLUMN attempt_id UUID")
+        .await;
+    service.until_ready().await;
+    let mut inbox = bed.client.consume(&queue).await;
+    assert_eq!(inbox.next().await.body, b"p");
+    service.signal("TERM").await;
+    assert_eq!(service.ended().await.0.code(), Some(0));
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn check_config_prints_every_setting_and_no_secret() {
     let mut bed = Bed::new().await;
     bed.set("RABBITMQ_URL", "amqp://me:broker-secret@broker.example/v")

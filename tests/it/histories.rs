@@ -35,9 +35,9 @@ fn recorder(bed: &Bed, store: &Store) -> Recorder {
         jitter: Jitter::None,
         ..Policy::default()
     };
-    Recorder {
-        store: store.clone(),
-        rules: Arc::new(Rules {
+    Recorder::new(
+        store.clone(),
+        Arc::new(Rules {
             book: PolicyBook::parse("", policy).unwrap(),
             allowed: settings.allowed_queues.clone(),
             intake_queue: settings.retry_queue.clone(),
@@ -45,11 +45,10 @@ fn recorder(bed: &Bed, store: &Store) -> Recorder {
             max_retries_limit: 100,
             max_payload_bytes: 1000,
         }),
-        wake: Default::default(),
-        metrics: Arc::new(Metrics::new(10).unwrap()),
-        key_life: Duration::from_secs(3600),
-        told_of_unknown: Default::default(),
-    }
+        Default::default(),
+        Arc::new(Metrics::new(10).unwrap()),
+        Duration::from_secs(3600),
+    )
 }
 
 /// Settles the first task of a claim, and leaves the other rows as they were.
@@ -398,4 +397,36 @@ async fn what_fails_again_before_it_is_settled_waits_again() {
     again.await.unwrap().unwrap();
     let waits = "SELECT count(*) FROM retry_queue WHERE status = 'pending' AND retry_count = 1";
     assert_eq!(bed.count(waits).await, 1);
+}
+
+/// A report that arrives while the task waits may be of an attempt whose confirm was lost.
+/// A consumer that takes each attempt once would skip the next one under the same id.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_attempt_keeps_its_id_until_a_failure_is_reported() {
+    let bed = Bed::new().await;
+    bed.migrate().await;
+    let store = Store::open(&bed.settings(), "test").unwrap();
+    let recorder = recorder(&bed, &store);
+    let id = Uuid::now_v7();
+    let failure = || Arrived {
+        body: RetryMessage {
+            message_id: id.to_string(),
+            original_queue: "q".into(),
+            ..Default::default()
+        }
+        .encode_to_vec(),
+        properties: Default::default(),
+    };
+    // A claim that is dropped leaves the row as it was, as a crash does.
+    let attempt = || {
+        eventually("it is due", async || {
+            let claim = store.claim(10, 1 << 20).await.unwrap();
+            claim.tasks.first().map(|task| task.attempt_id())
+        })
+    };
+    recorder.record(vec![failure()]).await.unwrap();
+    let first = attempt().await;
+    assert_eq!(attempt().await, first, "the same attempt, sent again");
+    recorder.record(vec![failure()]).await.unwrap();
+    assert_ne!(attempt().await, first, "reported as failed meanwhile");
 }

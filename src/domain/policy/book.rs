@@ -35,7 +35,7 @@ impl PolicyBook {
             by_category: HashMap::new(),
         };
         let tables = policy_tables(toml)?;
-        // Wherever it stands in the file: the others are completed from it.
+        // The default is read first, wherever it stands, because the others are completed from it.
         if let Some(table) = tables.get(DEFAULT) {
             book.default = Chapter::read(DEFAULT, table, &book.default)?.policy;
         }

@@ -5,22 +5,23 @@ use std::time::Duration;
 use super::{Jitter, Policy};
 
 impl Policy {
-    /// The wait before the next retry, after `attempt` retries have been made (0 before the first).
+    /// The wait before the next retry, after `retries` have been made (0 before the first).
     ///
     /// `random` is uniform in 0..1; what lies outside is clamped and NaN counts as 0. Any `u32` and any policy give
     /// an answer: a power beyond `f64` is simply beyond `max_delay`.
-    pub fn delay(&self, attempt: u32, random: f64) -> Duration {
+    pub fn delay(&self, retries: u32, random: f64) -> Duration {
         let random = if random.is_nan() {
             0.0
         } else {
             random.clamp(0.0, 1.0)
         };
-        let delay = self.capped_delay(attempt);
-        // -1..1, for the kinds that go both ways
+        let delay = self.capped_delay(retries);
+        // From -1 to 1, for the kinds of jitter that go both ways.
         let swing = 2.0 * random - 1.0;
         match self.jitter {
             Jitter::None => delay,
-            // After the cap, as in seed 003: at the cap the herd is largest, and still has to be spread.
+            // The jitter is added after the cap: at the cap the most messages wait equally long, and they still have
+            // to be spread.
             Jitter::Additive { up_to } => delay.saturating_add(scale(up_to, random)),
             Jitter::PlusMinus { by } if swing < 0.0 => delay.saturating_sub(scale(by, -swing)),
             Jitter::PlusMinus { by } => delay.saturating_add(scale(by, swing)),
@@ -29,9 +30,9 @@ impl Policy {
         }
     }
 
-    fn capped_delay(&self, attempt: u32) -> Duration {
-        // Finite, so that a zero base stays zero: 0 × ∞ is not a number.
-        let growth = self.multiplier.powf(f64::from(attempt)).min(f64::MAX);
+    fn capped_delay(&self, retries: u32) -> Duration {
+        // The growth is kept finite, so that a zero base stays zero: 0 × ∞ is not a number.
+        let growth = self.multiplier.powf(f64::from(retries)).min(f64::MAX);
         Duration::try_from_secs_f64(self.base_delay.as_secs_f64() * growth)
             .unwrap_or(Duration::MAX)
             .min(self.max_delay)

@@ -117,7 +117,7 @@ impl Entry<'_> {
         read.map_err(|error| self.refuse(error.message()))
     }
 
-    /// The first execution is an attempt too, and no retry.
+    /// Turns a number of attempts into one of retries: the first execution is an attempt, but no retry.
     fn retries_of_attempts(&self) -> Result<i32, PolicyError> {
         match self.read::<i32>()? {
             attempts @ 1.. if attempts <= MOST_RETRIES => Ok(attempts - 1),
@@ -179,7 +179,7 @@ impl Entry<'_> {
 
     fn categories(&self) -> Result<Vec<String>, PolicyError> {
         let categories: Vec<String> = self.read()?;
-        // Empty is how a message says it has none.
+        // A message without a category has an empty one, so an empty name here would match all of those.
         if categories.iter().any(String::is_empty) {
             return Err(self.refuse("a category must not be empty"));
         }

@@ -34,9 +34,9 @@ pub struct Policy {
     pub max_age: Duration,
     /// How the wait is spread, so that what failed together does not come back together.
     pub jitter: Jitter,
-    /// Errors known to pass by themselves; see [`super::classify::classify`] for the order.
+    /// Errors known to pass by themselves. They decide nothing: an error in neither list is retried too.
     pub retryable: Vec<ErrorPattern>,
-    /// Errors no retry will cure: straight to review.
+    /// Errors that no retry will cure: the message goes straight to review.
     pub non_retryable: Vec<ErrorPattern>,
     /// What makes two failures the same message.
     pub identity: Identity,
@@ -137,7 +137,7 @@ impl fmt::Display for Policy {
 
 impl Policy {
     /// Refuses numbers no operator can mean.
-    pub fn validate(&self) -> Result<(), PolicyError> {
+    fn validate(&self) -> Result<(), PolicyError> {
         let named = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
         if self.name.is_empty() || self.name.len() > 64 || !self.name.chars().all(named) {
             return Err(self.refuse("name", "must be 1 to 64 letters, digits, `_`, `-` or `.`"));
@@ -198,7 +198,7 @@ impl PolicyError {
         Self::line(format!("policy {policy:?}: {key}: {problem}"))
     }
 
-    /// Parsers explain themselves over several lines; a log entry has one.
+    /// Joins the lines of a text: parsers explain themselves over several, and a log entry has one.
     fn line(text: impl AsRef<str>) -> Self {
         let lines = text
             .as_ref()

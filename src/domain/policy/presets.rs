@@ -1,10 +1,10 @@
-//! The shipped policies, number by number, as the specifications they come from give them.
+//! Tests of the shipped policies, number by number.
 
 use std::time::Duration;
 
 use super::{Jitter, Policy, PolicyBook};
 
-/// Randomness that leaves the middle of a jitter that goes both ways.
+/// The random number at which a jitter that goes both ways changes nothing.
 const MIDDLE: f64 = 0.5;
 
 fn preset(category: &str) -> Policy {
@@ -193,15 +193,15 @@ fn nats_connect_waits_as_in_the_examples() {
 
 #[test]
 fn a_second_publish_attempt_can_wait_1_05_seconds() {
-    // The `delay_seconds` of the framework's sample audit event.
+    // 0.5 s doubled once, plus 5 % of jitter.
     let policy = preset("RETRY_NATS_PUBLISH");
     assert_eq!(policy.max_retries, 2);
     assert!(close(policy.delay(1, 0.75), 1.05));
 }
 
 #[test]
-fn api_request_has_the_frameworks_own_defaults() {
-    // RetryPolicy's own defaults: 3 attempts, 1 s doubling to 30 s, ±10 %.
+fn api_request_has_three_attempts_from_a_second_up() {
+    // 3 attempts, 1 s doubling to 30 s, ±10 %.
     let policy = preset("RETRY_API_REQUEST");
     assert_eq!(schedule(&policy, MIDDLE), [1.0, 2.0]);
     assert_eq!(policy.delay(99, MIDDLE), Duration::from_secs(30));

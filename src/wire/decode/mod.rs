@@ -16,11 +16,12 @@ use super::{
     storable,
 };
 use crate::domain::{
+    budget::Budget,
     classify::{self, ErrorClass},
     limits::{LATEST_MS, MAX_ERROR_BYTES, MAX_LABEL_BYTES, MAX_PROPERTIES_BYTES},
     policy::{Identity, PolicyBook},
     queues::{AllowedQueues, name_problem},
-    review::{Budget, Reason},
+    review::Reason,
     task::{Labels, NewTask, Priority},
 };
 
@@ -55,7 +56,7 @@ pub enum Source {
 
 /// The content of a delivery.
 #[derive(Debug)]
-#[allow(missing_docs)]
+#[allow(missing_docs)] // the names are AMQP's
 pub struct Arrived {
     pub body: Vec<u8>,
     pub properties: BasicProperties,
@@ -63,7 +64,7 @@ pub struct Arrived {
 
 /// Turns a delivery into a task. A delivery that cannot be understood, or asks for
 /// what is not allowed, becomes a task for review that holds it whole. `fresh` makes
-/// an unused id, for deliveries without one.
+/// an unused id, for deliveries without one and for those that become a case for review.
 pub fn decode(arrived: Arrived, rules: &Rules, fresh: fn() -> Uuid) -> NewTask {
     let Arrived { body, properties } = arrived;
     let understood = match rules.source {
@@ -121,8 +122,8 @@ fn parse(body: &[u8], properties: &BasicProperties) -> Result<RetryMessage, Stri
     let is_json = match content_type {
         Some(t) if t.contains("json") => true,
         Some(t) if t.contains("protobuf") => false,
-        // A RetryMessage in protobuf cannot begin with `{`, which would open a group
-        // as field 15, and that field is none.
+        // A RetryMessage in protobuf cannot begin with `{`: that byte opens a group in
+        // field 15, and field 15 is no group.
         _ => body.first() == Some(&b'{'),
     };
     if is_json {
@@ -272,7 +273,8 @@ fn identify(id: String, fresh: fn() -> Uuid) -> (Uuid, Option<String>) {
     }
 }
 
-/// The identity of a message whose producer gives it a new id at each failure.
+/// The identity of a message whose producer gives it a new id at each failure, made of
+/// queue and payload.
 fn lineage(queue: &str, payload: &[u8]) -> Uuid {
     let mut hash = Sha256::new();
     hash.update((queue.len() as u64).to_be_bytes());
@@ -287,16 +289,16 @@ fn lineage(queue: &str, payload: &[u8]) -> Uuid {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{config::Settings, domain::policy::Policy};
+    use crate::domain::policy::Policy;
 
     const FRESH: Uuid = Uuid::from_u128(42);
 
     fn rules() -> Rules {
-        let settings = Settings::load(None, |_| None).unwrap();
+        let own = ["retry.scheduled", "manual-review.pending"];
         Rules {
             book: PolicyBook::parse("", Policy::default()).unwrap(),
-            allowed: settings.allowed_queues,
-            intake_queue: settings.retry_queue,
+            allowed: AllowedQueues::new(own.map(String::from).into(), None),
+            intake_queue: "retry.scheduled".into(),
             source: Source::RetryMessages,
             max_retries_limit: 100,
             max_payload_bytes: 100,
