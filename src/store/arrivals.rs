@@ -58,15 +58,15 @@ pub struct Mark {
 /// The columns of a [`Mark`].
 const MARK: &str = "now() AS at, pg_current_xact_id()::text AS xid";
 
-/// How long the row `c` has to wait, in milliseconds.
-const DELAY_MS: &str = "EXTRACT(EPOCH FROM c.next_retry_at - now()) * 1000";
+/// How long the row `q` has to wait, in milliseconds.
+const DELAY_MS: &str = "(EXTRACT(EPOCH FROM q.next_retry_at - now()) * 1000)::bigint AS delay_ms";
 
 /// Inserts the failures whose ids are new. Ids that are present are left alone and not
 /// returned: their rows must be locked and looked at first.
 pub(super) static INSERT: Statement = Statement::new("insert new", || {
     let (kind, instance) = (literal(EventKind::Scheduled), next_parameter());
     let events = Event {
-        delay_ms: DELAY_MS,
+        delay_ms: "c.delay_ms",
         error: "c.error_reason",
         ..Event::of("inserted", &kind, &instance)
     };
@@ -83,9 +83,9 @@ pub(super) static INSERT: Statement = Statement::new("insert new", || {
                    correlation_id, trace_id, priority
             FROM timed
             ON CONFLICT (message_id) DO NOTHING
-            RETURNING q.message_id, q.error_reason, {}
+            RETURNING q.message_id, q.error_reason, {DELAY_MS}, {}
         ), events AS ({})
-        SELECT c.message_id, ({DELAY_MS})::bigint AS delay_ms FROM inserted c",
+        SELECT message_id, delay_ms FROM inserted",
         incoming(),
         changed(),
         events.insert(),
@@ -99,7 +99,7 @@ pub(super) static FAIL_AGAIN: Statement = Statement::new("fail again", || {
     let events = Event {
         detail: "c.detail",
         was: "'retried'",
-        delay_ms: DELAY_MS,
+        delay_ms: "c.delay_ms",
         error: "c.error_reason",
         ..Event::of("updated", &kind, &instance)
     };
@@ -118,13 +118,13 @@ pub(super) static FAIL_AGAIN: Statement = Statement::new("fail again", || {
                 priority = d.priority
             FROM timed d {}
             WHERE q.ctid = place.ctid
-            RETURNING q.message_id, q.error_reason,
+            RETURNING q.message_id, q.error_reason, {DELAY_MS},
                       CASE WHEN place.original_payload <> q.original_payload THEN
                           'body changed from sha256 ' || encode(sha256(place.original_payload), 'hex')
                           || ' to sha256 ' || encode(sha256(q.original_payload), 'hex')
                       END AS detail, {}
         ), events AS ({})
-        SELECT c.message_id, ({DELAY_MS})::bigint AS delay_ms FROM updated c",
+        SELECT message_id, delay_ms FROM updated",
         incoming(),
         place(
             "retry_queue",

@@ -371,7 +371,16 @@ impl<'e> Outcomes<'e> {
             let to_its_queue = task.review_reason().is_none();
             all.attempts.push(to_its_queue.then(|| task.attempt_id()));
         }
+        // `unnest` fills up shorter arrays with NULLs.
+        leave_out_nulls(&mut all.reasons);
+        leave_out_nulls(&mut all.errors);
         all
+    }
+}
+
+fn leave_out_nulls<T>(column: &mut Vec<Option<T>>) {
+    if column.iter().all(Option::is_none) {
+        column.clear();
     }
 }
 

@@ -17,6 +17,8 @@ pub struct PolicyBook {
     chapters: Vec<Chapter>,
     /// Category to its place in `chapters`.
     by_category: HashMap<String, usize>,
+    /// Name to its place in `chapters`.
+    by_name: HashMap<String, usize>,
 }
 
 impl PolicyBook {
@@ -33,6 +35,7 @@ impl PolicyBook {
             default: Arc::new(default),
             chapters: Vec::new(),
             by_category: HashMap::new(),
+            by_name: HashMap::new(),
         };
         let tables = policy_tables(toml)?;
         // The default is read first, wherever it stands, because the others are completed from it.
@@ -54,6 +57,7 @@ impl PolicyBook {
                     return Err(PolicyError::at(name, "categories", problem));
                 }
             }
+            book.by_name.insert(name.clone(), book.chapters.len());
             book.chapters.push(chapter);
         }
         Ok(book)
@@ -77,11 +81,10 @@ impl PolicyBook {
 
     /// The policy a stored row names; the default if the row names none, or if the file has lost it since.
     pub fn named(&self, name: Option<&str>) -> &Arc<Policy> {
-        self.chapters
-            .iter()
-            .map(|chapter| &chapter.policy)
-            .find(|policy| Some(policy.name.as_str()) == name)
-            .unwrap_or(&self.default)
+        let chapter = name
+            .and_then(|name| self.by_name.get(name))
+            .and_then(|&at| self.chapters.get(at));
+        chapter.map_or(&self.default, |chapter| &chapter.policy)
     }
 
     /// Every policy in one line each: the default, then those of the file in its order.
