@@ -65,6 +65,7 @@ fn decoded(body: &[u8], properties: &BasicProperties, source: Source) -> NewTask
     let arrived = Arrived {
         body: body.to_vec(),
         properties: properties.clone(),
+        redelivered: false,
     };
     decode(arrived, rules(source), || FRESH)
 }

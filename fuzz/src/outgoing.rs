@@ -90,6 +90,7 @@ fn goes_back(new: &NewTask, mut task: Task) {
     let arrived = wire::Arrived {
         body,
         properties: properties.with_headers(headers),
+        redelivered: false,
     };
     let again = wire::decode(arrived, rules, || uuid::Uuid::from_u128(43));
     if again.verdict.is_none() {

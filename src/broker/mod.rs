@@ -3,10 +3,17 @@
 //! Nothing here recovers by itself: a connection that failed is dropped, and the loop
 //! that owns it builds a new one. Every wait for the broker has a deadline.
 
+mod bindings;
 mod publisher;
 mod subscription;
 
-use std::time::Duration;
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
 
 use lapin::{
     Channel, Connection, ConnectionProperties,
@@ -21,6 +28,7 @@ use secrecy::ExposeSecret;
 use tokio::time::timeout;
 use tracing::info;
 
+use bindings::Bindings;
 pub use publisher::{Fault, Outcome, Publisher};
 pub use subscription::{Delivery, Subscription};
 
@@ -56,6 +64,8 @@ pub struct Broker {
     name: String,
     timeout: Duration,
     confirm_timeout: Duration,
+    /// Whether the broker has refused to let us bind queues to an exchange of ours.
+    binding_refused: Arc<AtomicBool>,
 }
 
 impl Broker {
@@ -76,6 +86,7 @@ impl Broker {
             name: settings.service_name.clone(),
             timeout: settings.broker_timeout,
             confirm_timeout: settings.confirm_timeout,
+            binding_refused: Arc::default(),
         })
     }
 
@@ -128,9 +139,20 @@ impl Broker {
         self.prove_publishing(&channel).await?;
         Ok(Publisher {
             broker: self.clone(),
+            bindings: Bindings::new(self)?,
             connection,
             channel,
         })
+    }
+
+    /// What a publisher can do, for people.
+    pub fn describe(&self) -> &'static str {
+        if self.binding_refused.load(Ordering::Relaxed) {
+            "connected, but may not bind queues: republished messages bear their queue's name as \
+             routing key"
+        } else {
+            "connected"
+        }
     }
 
     /// Publishes a message that no queue receives, and waits for its confirm. Under an

@@ -6,10 +6,14 @@ use futures::FutureExt;
 use lapin::{Channel, Confirmation, Connection, options::BasicPublishOptions, types::ShortString};
 use tokio::time::{Instant, error::Elapsed, timeout_at};
 
-use super::{Broker, BrokerError, amqp_code, close, short};
+use super::{
+    Broker, BrokerError, amqp_code,
+    bindings::{Bindings, Way},
+    close, short,
+};
 use crate::{
     plant::{Bug, Point},
-    wire::Outgoing,
+    wire::{Outgoing, retry_id, with_bcc},
 };
 
 /// What became of one published message.
@@ -49,6 +53,7 @@ pub enum Fault {
 /// Publishes batches, one at a time.
 pub struct Publisher {
     pub(super) broker: Broker,
+    pub(super) bindings: Bindings,
     pub(super) connection: Connection,
     pub(super) channel: Channel,
 }
@@ -78,23 +83,55 @@ impl Publisher {
     /// Publishes all messages, then waits for all confirms; gives an outcome for each.
     ///
     /// The AMQP client hands a return to whichever confirm comes next, not to the one
-    /// it belongs to, so returns are matched by `message_id` over the whole batch. The
+    /// it belongs to, so returns are matched by our id over the whole batch. The
     /// broker sends a message's return before its ack, and the client hands that return
     /// to a confirm which completes no later than the message's own. So a message that
     /// is acked, and is not among the returns of all confirms completed by then, is in
     /// its queue, even if the batch broke off.
     pub async fn publish(&mut self, batch: &[Outgoing]) -> (Vec<Outcome>, Option<Fault>) {
-        let deadline = Instant::now() + self.broker.confirm_timeout;
         let mut fault = None;
+        let bound_by = Instant::now() + self.broker.timeout;
+        let mut ways = Vec::with_capacity(batch.len());
+        for message in batch {
+            let way = self
+                .bindings
+                .way(&self.broker, &self.connection, message, bound_by)
+                .await;
+            match way {
+                Ok(way) => ways.push(way),
+                // Nothing is published yet, so nothing is known of any message.
+                Err(e) => {
+                    let fault = Fault::Connection(e.to_string());
+                    return (vec![Outcome::Unknown; batch.len()], Some(fault));
+                }
+            }
+        }
+        let deadline = Instant::now() + self.broker.confirm_timeout;
         // The client's own thread writes the frames, and its future completes only
         // then: two switches of threads. So all messages are handed over, in order,
         // before one of them is waited for.
         let mut handed_over = Vec::with_capacity(batch.len());
-        for message in batch {
+        for (message, way) in batch.iter().zip(&ways) {
+            let (exchange, key, properties) = match way {
+                Way::ByName => (
+                    ShortString::default(),
+                    message.queue.clone(),
+                    message.properties.clone(),
+                ),
+                Way::ByKey(binding_key) => (
+                    self.bindings.exchange.clone(),
+                    message.routing_key.clone().unwrap_or_default(),
+                    with_bcc(message.properties.clone(), binding_key),
+                ),
+                Way::Nowhere(_) | Way::Later => {
+                    handed_over.push(None);
+                    continue;
+                }
+            };
             Point::BeforePublish.pass();
             let mut publish = Box::pin(self.channel.basic_publish(
-                ShortString::default(),
-                message.queue.clone(),
+                exchange,
+                key,
                 // Without `mandatory` the broker drops a message to a missing queue, and
                 // acknowledges it.
                 BasicPublishOptions {
@@ -102,10 +139,10 @@ impl Publisher {
                     ..BasicPublishOptions::default()
                 },
                 &message.body,
-                message.properties.clone(),
+                properties,
             ));
             let polled = futures::poll!(publish.as_mut());
-            handed_over.push((publish, polled));
+            handed_over.push(Some((publish, polled)));
         }
         // When one publish fails the others may still be answered, so what is known of
         // each message is kept.
@@ -113,7 +150,11 @@ impl Publisher {
         // If we stop waiting before the client has written a message's frames, its confirm
         // may carry another message's return; so after a write timeout no ack is trusted.
         let mut trusted = true;
-        for (publish, polled) in handed_over {
+        for handed_over in handed_over {
+            let Some((publish, polled)) = handed_over else {
+                confirms.push(None);
+                continue;
+            };
             let written = match polled {
                 Poll::Ready(written) => Ok(written),
                 Poll::Pending => timeout_at(deadline, publish).await,
@@ -150,14 +191,32 @@ impl Publisher {
             }
         }
         Point::AfterConfirm.pass();
-        if !returned.is_empty() && !Bug::IgnoreReturns.planted() {
-            for (outcome, message) in outcomes.iter_mut().zip(batch) {
-                if let Some(text) = returned.remove(&message.message_id.to_string()) {
-                    *outcome = Outcome::Returned(text);
-                }
+        for ((outcome, message), way) in outcomes.iter_mut().zip(batch).zip(ways) {
+            if let Way::Nowhere(why) = way {
+                *outcome = Outcome::Returned(why);
+            } else if returned.is_empty() || Bug::IgnoreReturns.planted() {
+                continue;
+            } else if let Some(why) = returned.remove(&message.message_id.to_string()) {
+                *outcome = match way {
+                    Way::ByKey(_) if self.is_bound_anew(message, bound_by).await => {
+                        Outcome::Refused
+                    }
+                    _ => Outcome::Returned(why),
+                };
             }
         }
         (outcomes, fault)
+    }
+
+    /// Binds the queue of a message that was returned once more. That works if the queue
+    /// was deleted and made again, and then the message can be sent another time.
+    async fn is_bound_anew(&mut self, message: &Outgoing, latest: Instant) -> bool {
+        self.bindings.forget(message.queue.as_str());
+        let way = self
+            .bindings
+            .way(&self.broker, &self.connection, message, latest)
+            .await;
+        matches!(way, Ok(Way::ByKey(_)))
     }
 
     fn answered<T>(
@@ -196,10 +255,10 @@ impl Publisher {
 /// Keeps the return that came with a confirm, under the id it belongs to.
 fn note_return(answer: Confirmation, returned: &mut HashMap<String, String>) {
     if let Some(back) = answer.take_message()
-        && let Some(id) = back.delivery.properties.message_id()
+        && let Some(id) = retry_id(&back.delivery.properties)
     {
         let text = format!("{} {}", back.reply_code, back.reply_text);
-        returned.insert(id.to_string(), text);
+        returned.insert(id, text);
     }
 }
 

@@ -36,6 +36,7 @@ impl Subscription {
                 arrived: Arrived {
                     body: delivery.data,
                     properties: delivery.properties,
+                    redelivered: delivery.redelivered,
                 },
                 receipt: Receipt(delivery.acker),
             }),

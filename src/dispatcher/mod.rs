@@ -112,6 +112,8 @@ impl Dispatcher {
     /// or until cancelled.
     async fn serve(&self, session: &mut Session, cancelled: &CancellationToken) -> Option<String> {
         let mut look = Look::Claim;
+        // Whether the last turn could not be settled: then only a good one says otherwise.
+        let mut store_failed = false;
         while !cancelled.is_cancelled() {
             if let Err(why) = session.publisher.usable() {
                 if !session.publisher.blocked() {
@@ -125,7 +127,9 @@ impl Dispatcher {
                     .await;
                 continue;
             }
-            self.part.up("connected");
+            if !store_failed {
+                self.part.up(self.broker.describe());
+            }
             if look != Look::Claim {
                 let watched = cancelled.run_until_cancelled(self.watch(look));
                 look = watched.await.unwrap_or(Look::Watch);
@@ -136,6 +140,7 @@ impl Dispatcher {
             memory.careful = memory.careful.saturating_sub(1);
             match self.turn(session, rows).await {
                 Ok(turn) => {
+                    store_failed = false;
                     session.memory.backoff.reset();
                     look = match turn {
                         Turn::Full => Look::Claim,
@@ -149,6 +154,8 @@ impl Dispatcher {
                     }
                 }
                 Err(TurnError::Store(e)) => {
+                    store_failed = true;
+                    self.part.down(chain(&e));
                     self.metrics.store_errors.inc();
                     warn!(error = chain(&e), "the dispatcher cannot reach the store");
                     // What was published could not be settled and will be sent again:

@@ -7,7 +7,7 @@ use tokio::{
     time::{Instant, sleep_until},
 };
 
-/// The earliest moment that anybody knows of at which something is due.
+/// The earliest moment at which intake knows something to be due.
 #[derive(Default)]
 pub struct Wake {
     /// Held by the one worker that watches on behalf of all.

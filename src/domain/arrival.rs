@@ -33,6 +33,9 @@ pub enum Arrival {
         /// The higher of the two counts.
         retry_count: i32,
     },
+    /// The row is of another publication: the failure gets a row of its own, and its
+    /// retries.
+    Apart,
     /// The failure cannot use this row: it goes to review in a row of its own.
     Beside(Reason),
     /// The same, because a newer version wrote the row, and it is not ours to touch.
@@ -42,10 +45,12 @@ pub enum Arrival {
 impl Known {
     /// A waiting row with the same queue and payload: the failure was reported twice. A
     /// waiting row with others: one id for two messages. A row that was sent back: the
-    /// message failed again. A row that has ended: the failure is late.
+    /// message failed again. A row that has ended: the failure is late. A dead letter
+    /// that was never delivered before has no row yet, whatever its id.
     pub fn meets(&self, arriving: &NewTask) -> Arrival {
         let budget = self.budget.at_least(arriving.budget.retry_count);
         match &self.status {
+            _ if arriving.unseen => Arrival::Apart,
             Ok(Status::Pending) if self.same_message => Arrival::Duplicate(budget),
             Ok(Status::Pending) => Arrival::Beside(Reason::Conflict),
             Ok(Status::Retried) => Arrival::Again {

@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_cause_in_the_table_is_the_reason() {
+    fn the_first_cause_that_applies_is_the_reason() {
         let budget = Budget {
             retry_count: 1,
             max_retries: 3,

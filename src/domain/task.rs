@@ -96,6 +96,9 @@ pub struct NewTask {
     pub idempotency_key: Option<String>,
     /// The producer's words for search and history.
     pub labels: Labels,
+    /// Whether this is a publication that nobody has delivered to us before, so that an
+    /// equal id in the store is another publication's.
+    pub unseen: bool,
     /// The reason for review, when it was known before anything was stored.
     pub verdict: Option<Reason>,
 }

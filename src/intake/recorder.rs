@@ -61,6 +61,12 @@ enum Effect<'t> {
         planned: Planned<'t>,
         delay: Duration,
     },
+    /// The same under another id, because its own is another publication's.
+    Apart {
+        task: Box<NewTask>,
+        next: Next,
+        delay: Duration,
+    },
     /// The task goes to review under another id, because its id or its key is taken.
     Beside {
         task: &'t NewTask,
@@ -77,10 +83,12 @@ enum Effect<'t> {
 }
 
 impl Effect<'_> {
-    /// The id of the row that was stamped with the transaction's moment, if one was.
+    /// The id of a row that this transaction inserted or sent back to `pending`, by which a
+    /// lost COMMIT is looked up.
     fn stored_as(&self) -> Option<Uuid> {
         match self {
             Self::Stored { planned, .. } => Some(planned.task.message_id),
+            Self::Apart { task, .. } => Some(task.message_id),
             Self::Beside { stored_as, .. } => Some(*stored_as),
             Self::Duplicate(_) | Self::Hit { .. } => None,
         }
@@ -274,6 +282,7 @@ impl Recorder {
         let mut again = Vec::new();
         let mut duplicates = Vec::new();
         let mut copies = Vec::new();
+        let mut apart = Vec::new();
         let mut met = HashSet::with_capacity(rows.len());
         for row in &rows {
             let Some(&task) = by_id.get(&row.message_id) else {
@@ -291,6 +300,12 @@ impl Recorder {
                 Arrival::Duplicate(budget) => {
                     duplicates.push((row.id, budget));
                     effects.push(Effect::Duplicate(task));
+                }
+                Arrival::Apart => {
+                    let mut own = task.clone();
+                    own.message_id = Uuid::now_v7();
+                    stored_as = own.message_id;
+                    apart.push(own);
                 }
                 Arrival::Beside(reason) => case(reason),
                 Arrival::BesideUnknown(reason, text) => {
@@ -317,6 +332,19 @@ impl Recorder {
         }
         if !copies.is_empty() {
             self.store_copies(tx, &copies).await?;
+        }
+        if !apart.is_empty() {
+            let planned: Vec<Planned<'_>> = apart
+                .iter()
+                .map(|task| plan(task, task.budget.retry_count))
+                .collect();
+            let delays = tx.insert_new(&planned).await?;
+            let nexts: Vec<Next> = planned.iter().map(|planned| planned.next).collect();
+            effects.extend(apart.into_iter().zip(nexts).map(|(task, next)| {
+                let delay = delays.get(&task.message_id).copied().unwrap_or_default();
+                let task = Box::new(task);
+                Effect::Apart { task, next, delay }
+            }));
         }
         Ok(met)
     }
@@ -352,23 +380,23 @@ impl Recorder {
         for effect in effects {
             match effect {
                 Effect::Stored { planned, delay } => {
-                    let task = planned.task;
                     due_in(*delay);
-                    match planned.next {
-                        Next::Retry { .. } => {
-                            self.metrics.scheduled(&task.queue);
-                            audit::scheduled(task, planned.retry_count, *delay);
-                        }
-                        Next::Review(reason) => {
-                            self.metrics.bound_for_review(reason);
-                            audit::bound_for_review(task, planned.retry_count, reason);
-                        }
-                    }
+                    let (task, retry_count) = (planned.task, planned.retry_count);
+                    self.tell_of_stored(task, retry_count, planned.next, *delay);
                 }
-                Effect::Beside { task, reason, .. } => {
+                Effect::Apart { task, next, delay } => {
+                    due_in(*delay);
+                    self.tell_of_stored(task, task.budget.retry_count, *next, *delay);
+                }
+                Effect::Beside {
+                    task,
+                    reason,
+                    stored_as,
+                } => {
                     self.metrics.bound_for_review(*reason);
                     due_in(Duration::ZERO);
-                    audit::bound_for_review(task, task.budget.retry_count, *reason);
+                    let retry_count = task.budget.retry_count;
+                    audit::bound_for_review(task, retry_count, *reason, *stored_as);
                 }
                 Effect::Duplicate(task) => {
                     self.metrics.intake(IntakeOutcome::Duplicate);
@@ -382,6 +410,19 @@ impl Recorder {
         }
         if let Some(delay) = soonest {
             self.wake.at(started + delay);
+        }
+    }
+
+    fn tell_of_stored(&self, task: &NewTask, retry_count: i32, next: Next, delay: Duration) {
+        match next {
+            Next::Retry { .. } => {
+                self.metrics.scheduled(&task.queue);
+                audit::scheduled(task, retry_count, delay);
+            }
+            Next::Review(reason) => {
+                self.metrics.bound_for_review(reason);
+                audit::bound_for_review(task, retry_count, reason, task.message_id);
+            }
         }
     }
 }

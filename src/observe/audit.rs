@@ -49,10 +49,12 @@ pub fn scheduled(task: &NewTask, retry_count: i32, delay: Duration) {
     );
 }
 
-/// A failure will not be retried.
-pub fn bound_for_review(task: &NewTask, retry_count: i32, reason: Reason) {
+/// A failure will not be retried. It is stored, and goes to review, under the id
+/// `stored_as`, which is another one when its own is taken.
+pub fn bound_for_review(task: &NewTask, retry_count: i32, reason: Reason, stored_as: Uuid) {
     event!(warn, Scheduled, task, policy: task.policy.name, "goes to review",
         reason = reason.as_str(),
+        stored_as = %stored_as,
         total_attempts = task.budget.at_least(retry_count).executions(),
         error_class = task.class.as_str(),
         exception_type = task.labels.error_type,

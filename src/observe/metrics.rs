@@ -99,7 +99,7 @@ impl Metrics {
                 g
             },
             reviewed: counters(&r, "retries_reviewed_total", "Messages given to manual review, by reason", &["reason"])?,
-            deferred: counter(&r, "retries_deferred_total", "Due tasks that the broker refused for now or did not confirm in time; they spend no attempt")?,
+            deferred: counter(&r, "retries_deferred_total", "Due tasks that the broker refused for now or did not confirm in time, or whose review queue could not be reached; they spend no attempt")?,
             intake: counters(&r, "retry_intake_total", "Deliveries by what became of them: scheduled, review, duplicate or idempotency_hit", &["outcome"])?,
             duplicates: counter(&r, "retry_duplicates_total", "Deliveries of a failure that was already waiting")?,
             invalid: counter(&r, "retry_invalid_total", "Deliveries that could not be understood or were not allowed")?,

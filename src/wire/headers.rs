@@ -27,9 +27,8 @@ fn is_replayed(name: &str) -> bool {
 }
 
 /// The properties to restore on a republish. Left out are `expiration` (the message
-/// would expire in its queue), `user-id` (the broker checks it against our login),
-/// `delivery-mode` (a republish is always persistent) and `message-id` (it carries
-/// the task's identity).
+/// would expire in its queue), `user-id` (the broker checks it against our login) and
+/// `delivery-mode` (a republish is always persistent).
 pub(super) fn to_amqp(properties: Properties) -> BasicProperties {
     let mut amqp = BasicProperties::default();
     let text = |s: String| {
@@ -62,6 +61,9 @@ pub(super) fn to_amqp(properties: Properties) -> BasicProperties {
     if let Some(v) = text(properties.app_id) {
         amqp = amqp.with_app_id(v);
     }
+    if let Some(v) = text(properties.message_id) {
+        amqp = amqp.with_message_id(v);
+    }
     let headers = properties
         .headers
         .into_iter()
@@ -86,6 +88,9 @@ pub fn from_amqp(amqp: &BasicProperties) -> Properties {
             .as_ref()
             .map(|t| table_from_amqp(t, 0))
             .unwrap_or_default(),
+        message_id: text(amqp.message_id()),
+        exchange: String::new(),
+        routing_key: None,
     }
 }
 
@@ -278,6 +283,7 @@ mod tests {
             .with_timestamp(5)
             .with_type("t".into())
             .with_app_id("a".into())
+            .with_message_id("m".into())
             .with_headers(every_type());
         assert_eq!(to_amqp(from_amqp(&amqp)), amqp);
     }

@@ -11,7 +11,7 @@ mod request;
 mod review;
 
 pub use decode::{Arrived, Rules, Source, decode};
-pub use republish::{Outgoing, republish};
+pub use republish::{Outgoing, republish, retry_id, with_bcc};
 pub use request::request;
 pub use review::{ReviewFormat, review};
 

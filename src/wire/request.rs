@@ -15,6 +15,7 @@ pub fn request(message: &RetryMessage, intake_queue: &str, id: Uuid) -> Result<O
     Ok(Outgoing {
         message_id: id,
         queue: ShortString::try_new(intake_queue).map_err(|e| e.to_string())?,
+        routing_key: None,
         properties: persistent(properties),
         body: message.encode_to_vec(),
     })

@@ -82,6 +82,7 @@ pub fn review(
     Ok(Outgoing {
         message_id: task.message_id,
         queue,
+        routing_key: None,
         properties: persistent(
             BasicProperties::default()
                 .with_content_type(content_type.into())

@@ -41,6 +41,7 @@ async fn a_message_that_the_broker_fails_over_is_suspect_and_no_outage() {
     let message = Outgoing {
         message_id: Uuid::now_v7(),
         queue: queue.as_str().into(),
+        routing_key: None,
         properties: BasicProperties::default().with_headers(headers),
         body: Vec::new(),
     };

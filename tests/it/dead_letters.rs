@@ -3,12 +3,14 @@
 
 use futures::StreamExt;
 use lapin::{
-    BasicProperties,
-    options::BasicRejectOptions,
+    BasicProperties, ExchangeKind,
+    message::Delivery,
+    options::{BasicPublishOptions, BasicRejectOptions, ExchangeDeclareOptions, QueueBindOptions},
     types::{AMQPValue, FieldTable},
 };
+use retry_scheduler::wire::proto::{Properties, RetryMessage};
 
-use crate::support::Bed;
+use crate::support::{Bed, Process, eventually, message};
 
 async fn rejected_three_times_then_review(queue_type: &str) {
     let mut bed = Bed::new().await;
@@ -85,4 +87,269 @@ async fn a_message_rejected_on_a_classic_queue_comes_back_three_times_then_revie
 #[tokio::test(flavor = "multi_thread")]
 async fn a_message_rejected_on_a_quorum_queue_comes_back_three_times_then_review() {
     rejected_three_times_then_review("quorum").await;
+}
+
+/// A team's own topology: a topic exchange, a work queue bound to it by a pattern, and a
+/// dead-letter exchange that is bound by the same pattern only.
+struct Narrow {
+    exchange: String,
+    queue: String,
+}
+
+impl Narrow {
+    async fn new(bed: &Bed, queue_type: &str) -> Self {
+        let narrow = Self {
+            exchange: bed.queue("events"),
+            queue: bed.queue("orders"),
+        };
+        let dead_letters = bed.setting("DEAD_LETTER_QUEUE").to_owned();
+        let dead_letter_exchange = bed.queue("dlx");
+        let channel = bed.client.channel().await;
+        for exchange in [&narrow.exchange, &dead_letter_exchange] {
+            let options = ExchangeDeclareOptions {
+                durable: true,
+                ..ExchangeDeclareOptions::default()
+            };
+            let (name, none) = (exchange.as_str().into(), FieldTable::default());
+            channel
+                .exchange_declare(name, ExchangeKind::Topic, options, none)
+                .await
+                .expect("an exchange");
+        }
+        let text = |s: &str| AMQPValue::LongString(s.into());
+        let mut arguments = FieldTable::default();
+        arguments.insert("x-queue-type".into(), text(queue_type));
+        arguments.insert("x-dead-letter-exchange".into(), text(&dead_letter_exchange));
+        bed.client.declare_with(&narrow.queue, arguments).await;
+        bed.client.declare(&dead_letters).await;
+        for (queue, exchange) in [
+            (&narrow.queue, &narrow.exchange),
+            (&dead_letters, &dead_letter_exchange),
+        ] {
+            channel
+                .queue_bind(
+                    queue.as_str().into(),
+                    exchange.as_str().into(),
+                    "order.*".into(),
+                    QueueBindOptions::default(),
+                    FieldTable::default(),
+                )
+                .await
+                .expect("a binding");
+        }
+        narrow
+    }
+
+    async fn publish(&self, bed: &Bed, id: &str, body: &[u8]) {
+        let channel = bed.client.channel().await;
+        let properties = BasicProperties::default().with_message_id(id.into());
+        channel
+            .basic_publish(
+                self.exchange.as_str().into(),
+                "order.created".into(),
+                BasicPublishOptions::default(),
+                body,
+                properties,
+            )
+            .await
+            .expect("published");
+    }
+}
+
+async fn bed_with_dead_letters() -> Bed {
+    let mut bed = Bed::new().await;
+    let dead_letters = bed.queue("dead-letters");
+    bed.set("DEAD_LETTER_QUEUE", &dead_letters)
+        .set("BASE_DELAY_MS", "20")
+        .set("JITTER_MS", "0");
+    bed
+}
+
+/// Rejects every delivery until `count` have come, and gives them.
+async fn reject(bed: &Bed, queue: &str, count: usize) -> Vec<Delivery> {
+    let channel = bed.client.channel().await;
+    let mut consumer = testkit::amqp::subscribe(&channel, queue).await.unwrap();
+    let mut rejected = Vec::new();
+    while rejected.len() < count {
+        let delivery = tokio::time::timeout(crate::support::PATIENCE, consumer.next())
+            .await
+            .unwrap_or_else(|_| panic!("{} of {count} came", rejected.len()))
+            .unwrap()
+            .unwrap();
+        delivery
+            .reject(BasicRejectOptions { requeue: false })
+            .await
+            .unwrap();
+        rejected.push(delivery);
+    }
+    rejected
+}
+
+async fn narrow_bindings_lose_nothing(queue_type: &str) {
+    let bed = bed_with_dead_letters().await;
+    let narrow = Narrow::new(&bed, queue_type).await;
+    let service = bed.start().await;
+    for n in 0..10 {
+        narrow
+            .publish(&bed, &format!("order-{n}"), b"<order/>")
+            .await;
+    }
+    // Each message comes once, and back three times.
+    for delivery in reject(&bed, &narrow.queue, 40).await {
+        assert_eq!(delivery.routing_key.as_str(), "order.created");
+        let id = delivery.properties.message_id().as_ref().expect("an id");
+        assert!(id.as_str().starts_with("order-"), "{id}");
+        let headers = delivery.properties.headers().clone().unwrap_or_default();
+        for header in ["BCC", "CC"] {
+            assert!(!headers.contains_key(header), "{header}");
+        }
+        let text = |name: &str| headers.inner().get(name).cloned();
+        if text("x-retry-id").is_some() {
+            let exchange = AMQPValue::LongString(narrow.exchange.as_str().into());
+            assert_eq!(text("x-original-exchange"), Some(exchange));
+        }
+    }
+    let mut review = bed.client.consume(&bed.review()).await;
+    let mut ids = std::collections::HashSet::new();
+    for received in review.take(10).await {
+        let envelope = received.review();
+        assert_eq!(envelope.reason, "exhausted");
+        assert_eq!(envelope.retry_count, 3);
+        let properties = envelope.properties.expect("properties");
+        assert_eq!(properties.exchange, narrow.exchange);
+        assert_eq!(properties.routing_key.as_deref(), Some("order.created"));
+        ids.insert(properties.message_id);
+    }
+    assert_eq!(ids.len(), 10);
+    assert_eq!(bed.client.depth(&narrow.queue).await, Some(0));
+    service.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn behind_narrow_bindings_every_death_of_a_classic_queue_takes_the_way_of_the_first() {
+    narrow_bindings_lose_nothing("classic").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn behind_narrow_bindings_every_death_of_a_quorum_queue_takes_the_way_of_the_first() {
+    narrow_bindings_lose_nothing("quorum").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_id_that_a_producer_uses_again_is_a_new_message_with_retries_of_its_own() {
+    let bed = bed_with_dead_letters().await;
+    let narrow = Narrow::new(&bed, "classic").await;
+    let service = bed.start().await;
+    // Spent, then the same order once more; and a job that always sends the same.
+    narrow.publish(&bed, "order-11", b"created").await;
+    reject(&bed, &narrow.queue, 4).await;
+    narrow.publish(&bed, "order-11", b"paid").await;
+    reject(&bed, &narrow.queue, 4).await;
+    for _ in 0..3 {
+        narrow.publish(&bed, "cron", b"tick").await;
+    }
+    reject(&bed, &narrow.queue, 12).await;
+    let mut review = bed.client.consume(&bed.review()).await;
+    let mut bodies: Vec<Vec<u8>> = Vec::new();
+    for received in review.take(5).await {
+        let envelope = received.review();
+        assert_eq!(envelope.reason, "exhausted");
+        assert_eq!(envelope.retry_count, 3);
+        bodies.push(envelope.original_payload);
+    }
+    bodies.sort();
+    let expected: [&[u8]; 5] = [b"created", b"paid", b"tick", b"tick", b"tick"];
+    assert_eq!(bodies, expected);
+    service.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_queue_that_was_deleted_and_made_again_gets_its_messages_and_spends_nothing() {
+    let bed = bed_with_dead_letters().await;
+    let narrow = Narrow::new(&bed, "classic").await;
+    let service = bed.start().await;
+    narrow.publish(&bed, "order-1", b"<order/>").await;
+    reject(&bed, &narrow.queue, 2).await;
+    // Our binding goes with the queue; the team makes both again, but not ours.
+    bed.until_count(
+        "SELECT count(*) FROM retry_queue WHERE status = 'retried'",
+        1,
+    )
+    .await;
+    bed.client.delete(&narrow.queue).await;
+    let narrow = Narrow::new(&bed, "classic").await;
+    narrow.publish(&bed, "order-2", b"<order/>").await;
+    let deliveries = reject(&bed, &narrow.queue, 4).await;
+    assert_eq!(deliveries.len(), 4, "once, and three times back");
+    let returned = "SELECT count(*) FROM retry_events WHERE event_type = 'returned'";
+    assert_eq!(bed.count(returned).await, 0);
+    service.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_message_with_a_key_whose_queue_is_gone_ends_in_review_as_unroutable() {
+    let bed = bed_with_dead_letters().await;
+    let service = bed.start().await;
+    let sent = RetryMessage {
+        properties: Some(Properties {
+            routing_key: Some("order.created".into()),
+            ..Properties::default()
+        }),
+        ..message(&bed.queue("nowhere"), "homeless")
+    };
+    bed.client.send(&bed.intake(), &sent).await;
+    let mut review = bed.client.consume(&bed.review()).await;
+    let envelope = review.next().await.review();
+    assert_eq!(envelope.reason, "unroutable");
+    assert_eq!(envelope.message_id, sent.message_id);
+    service.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn where_queues_cannot_be_bound_it_is_said_once_and_shown_and_messages_go_back_by_name() {
+    let mut bed = bed_with_dead_letters().await;
+    let name = bed.queue("shy");
+    bed.set("SERVICE_NAME", &name);
+    // An exchange of that name and another kind is as little ours as one that we may not use.
+    let channel = bed.client.channel().await;
+    channel
+        .exchange_declare(
+            format!("{name}.republish").into(),
+            ExchangeKind::Fanout,
+            ExchangeDeclareOptions::default(),
+            FieldTable::default(),
+        )
+        .await
+        .expect("an exchange");
+    let queue = bed.declare("target").await;
+    let service = Process::spawn(bed.command());
+    service.until_ready().await;
+    let mut inbox = bed.client.consume(&queue).await;
+    for n in 0..3 {
+        let sent = RetryMessage {
+            properties: Some(Properties {
+                routing_key: Some("order.created".into()),
+                message_id: format!("mine-{n}"),
+                ..Properties::default()
+            }),
+            ..message(&queue, "by name")
+        };
+        bed.client.send(&bed.intake(), &sent).await;
+        let back = inbox.next().await;
+        assert_eq!(back.id(), format!("mine-{n}"));
+        assert_eq!(back.text("x-retry-id"), Some(sent.message_id));
+        assert_eq!(
+            back.text("x-original-routing-key").as_deref(),
+            Some("order.created")
+        );
+    }
+    eventually("it is shown", || async {
+        let (status, body) = service.get("/health").await;
+        (status == 200 && body.contains("may not bind queues")).then_some(())
+    })
+    .await;
+    service.signal("TERM").await;
+    let (_, log) = service.ended().await;
+    let told = log.matches("queues cannot be bound to our exchange");
+    assert_eq!(told.count(), 1, "{log}");
 }

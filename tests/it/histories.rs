@@ -3,6 +3,10 @@
 
 use std::{sync::Arc, time::Duration};
 
+use lapin::{
+    BasicProperties,
+    types::{AMQPValue, FieldTable},
+};
 use prost::Message;
 use retry_scheduler::{
     domain::{
@@ -28,6 +32,10 @@ use crate::support::{
 };
 
 fn recorder(bed: &Bed, store: &Store) -> Recorder {
+    recorder_of(bed, store, Source::RetryMessages)
+}
+
+fn recorder_of(bed: &Bed, store: &Store, source: Source) -> Recorder {
     let settings = bed.settings();
     let policy = Policy {
         base_delay: Duration::from_millis(1),
@@ -41,7 +49,7 @@ fn recorder(bed: &Bed, store: &Store) -> Recorder {
             book: PolicyBook::parse("", policy).unwrap(),
             allowed: settings.allowed_queues.clone(),
             intake_queue: settings.retry_queue.clone(),
-            source: Source::RetryMessages,
+            source,
             max_retries_limit: 100,
             max_payload_bytes: 1000,
         }),
@@ -86,6 +94,7 @@ fn arrival(random: &mut fastrand::Rng) -> Arrived {
     Arrived {
         body,
         properties: Default::default(),
+        redelivered: false,
     }
 }
 
@@ -287,6 +296,7 @@ async fn an_expired_idempotency_key_may_be_used_again() {
         }
         .encode_to_vec(),
         properties: Default::default(),
+        redelivered: false,
     };
     recorder.record(vec![send(), send()]).await.unwrap();
     recorder.record(vec![send()]).await.unwrap();
@@ -320,6 +330,7 @@ async fn a_key_drops_only_what_is_provably_the_same_failure() {
         }
         .encode_to_vec(),
         properties: Default::default(),
+        redelivered: false,
     };
     recorder.record(vec![failure("a", 0)]).await.unwrap();
     let claim = store.claim(10, 1 << 20).await.unwrap();
@@ -379,6 +390,7 @@ async fn what_fails_again_before_it_is_settled_waits_again() {
         }
         .encode_to_vec(),
         properties: Default::default(),
+        redelivered: false,
     };
     recorder.record(vec![failure()]).await.unwrap();
     let claim = eventually("it is due", async || {
@@ -416,6 +428,7 @@ async fn an_attempt_keeps_its_id_until_a_failure_is_reported() {
         }
         .encode_to_vec(),
         properties: Default::default(),
+        redelivered: false,
     };
     // A claim that is dropped leaves the row as it was, as a crash does.
     let attempt = || {
@@ -429,4 +442,38 @@ async fn an_attempt_keeps_its_id_until_a_failure_is_reported() {
     assert_eq!(attempt().await, first, "the same attempt, sent again");
     recorder.record(vec![failure()]).await.unwrap();
     assert_ne!(attempt().await, first, "reported as failed meanwhile");
+}
+
+/// The broker delivers a dead letter again when we were killed between COMMIT and ack, and
+/// marks it as redelivered.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_dead_letter_delivered_again_is_one_task_and_an_equal_one_is_another() {
+    let bed = Bed::new().await;
+    bed.migrate().await;
+    let store = Store::open(&bed.settings(), "test").unwrap();
+    let recorder = recorder_of(&bed, &store, Source::DeadLetters);
+    let dead_letter = |redelivered: bool| {
+        let mut death = FieldTable::default();
+        death.insert("queue".into(), AMQPValue::LongString("orders".into()));
+        death.insert("time".into(), AMQPValue::Timestamp(1_000_000));
+        let deaths = AMQPValue::FieldArray(vec![AMQPValue::FieldTable(death)].into());
+        let mut headers = FieldTable::default();
+        headers.insert("x-death".into(), deaths);
+        Arrived {
+            body: b"tick".to_vec(),
+            properties: BasicProperties::default()
+                .with_message_id("cron".into())
+                .with_headers(headers),
+            redelivered,
+        }
+    };
+    let tasks = "SELECT count(*) FROM retry_queue WHERE reason IS NULL";
+    recorder.record(vec![dead_letter(false)]).await.unwrap();
+    assert_eq!(bed.count(tasks).await, 1);
+    recorder.record(vec![dead_letter(true)]).await.unwrap();
+    assert_eq!(bed.count(tasks).await, 1, "the same one");
+    let two = vec![dead_letter(false), dead_letter(false)];
+    recorder.record(two).await.unwrap();
+    assert_eq!(bed.count(tasks).await, 3, "two more, in one batch");
+    assert_eq!(bed.count("SELECT count(*) FROM retry_queue").await, 3);
 }

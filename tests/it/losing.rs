@@ -137,6 +137,7 @@ async fn every_return_is_told_of_the_message_it_belongs_to() {
             Outgoing {
                 message_id: id,
                 queue: if n % 7 == 0 { &*nowhere } else { here }.into(),
+                routing_key: None,
                 properties: BasicProperties::default().with_message_id(id.to_string().into()),
                 body: vec![b'x'; 100],
             }
@@ -577,16 +578,19 @@ async fn while_nothing_can_be_settled_one_message_is_sent_again_and_not_all_of_t
     .expect("the disk is full");
     let queue = bed.declare("target").await;
     bed.insert_due(&queue, MESSAGES as i32).await;
-    let service = bed.start().await;
+    let service = bed.start_unready().await;
     let mut inbox = bed.client.consume(&queue).await;
     let first: HashSet<String> = inbox.take(MESSAGES).await.iter().map(|m| m.id()).collect();
     assert_eq!(first.len(), MESSAGES);
     let again: HashSet<String> = inbox.take(4).await.iter().map(|m| m.id()).collect();
     assert_eq!(again.len(), 1, "of a batch that cannot be settled");
+    // Postgres answers, and rows can be read; only the dispatcher knows.
+    service.until_down("publisher").await;
     sqlx::raw_sql("DROP TRIGGER refuse ON retry_queue")
         .execute(&bed.db)
         .await
         .expect("there is room");
     bed.until_count(RETRIED, MESSAGES as i64).await;
+    service.until_ready().await;
     service.stop().await;
 }

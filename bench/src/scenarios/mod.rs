@@ -17,7 +17,7 @@ use crate::{field::Field, finding::Finding};
 /// The scenarios, in the order in which they run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Scenario {
-    /// The specified rates, 50 a second sustained and 200 in a burst, and the specified lateness
+    /// The least it must do: 50 a second sustained, 200 in a burst, and never 5 s late
     Requirements,
     /// Messages a second at 1 KiB, against relay and TTL/DLX
     Throughput,

@@ -1,4 +1,4 @@
-//! What the service was specified to do: 50 retries a second sustained, 200 a second in a burst,
+//! The least that the service must do: 50 retries a second sustained, 200 a second in a burst,
 //! and each retry within 5 seconds of the moment it is scheduled for.
 
 use std::time::{Duration, SystemTime};

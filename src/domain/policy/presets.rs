@@ -34,7 +34,7 @@ fn the_presets_are_these_and_leave_unnamed_messages_alone() {
     assert!(
         names.eq(["default", "partition", "run"]
             .into_iter()
-            .chain(OPERATION_MATRIX.map(|row| row.0)))
+            .chain(OPERATIONS.map(|row| row.0)))
     );
     for queue in [
         "",
@@ -135,7 +135,7 @@ fn the_defaults_jitter_adds_up_to_a_second_even_at_the_cap() {
 type Row = (&'static str, &'static str, i32, f64, f64, f64, f64);
 
 #[rustfmt::skip]
-const OPERATION_MATRIX: [Row; 17] = [
+const OPERATIONS: [Row; 17] = [
     ("nats_connect", "RETRY_NATS_CONNECT", 5, 1.0, 30.0, 2.0, 0.1),
     ("nats_publish", "RETRY_NATS_PUBLISH", 3, 0.5, 10.0, 2.0, 0.1),
     ("nats_subscribe", "RETRY_NATS_SUBSCRIBE", 3, 0.5, 10.0, 2.0, 0.1),
@@ -157,7 +157,7 @@ const OPERATION_MATRIX: [Row; 17] = [
 
 #[test]
 fn the_operation_matrix_has_17_rows() {
-    for (name, category, max_attempts, base, max, multiplier, jitter) in OPERATION_MATRIX {
+    for (name, category, max_attempts, base, max, multiplier, jitter) in OPERATIONS {
         let policy = preset(category);
         assert_eq!(policy.name, name);
         assert_eq!(policy.max_retries + 1, max_attempts, "{name}");

@@ -1,13 +1,14 @@
 //! A message as a dead-letter exchange hands it over becomes a RetryMessage.
 //!
-//! The first entry of `x-death` names the queue that the message died in, and so
-//! goes back to. The headers that an earlier republish put on it say which message
+//! The first entry of `x-death` is the latest death: it names the queue that the message
+//! died in, and so goes back to. The headers that an earlier republish put on it say which message
 //! it is and how often it was tried.
 
 use lapin::{
     BasicProperties,
     types::{AMQPValue, FieldTable},
 };
+use sha2::{Digest, Sha256};
 use uuid::Uuid;
 
 use crate::wire::{headers, proto::RetryMessage, republish};
@@ -15,13 +16,18 @@ use crate::wire::{headers, proto::RetryMessage, republish};
 /// Namespace of the identities of dead letters that we have not seen before.
 const FIRST_DEATHS: Uuid = Uuid::from_u128(0x0d7e_51b0_3c1f_4f0a_9f5e_2b86_c1d4_7a39);
 
-/// The message and, beside it, its producer's own id. The id of a first death is
-/// made from the queue and the producer's id: an event that was routed to several
-/// queues and died in two of them is two messages.
-pub(super) fn parse(
-    body: &[u8],
-    properties: &BasicProperties,
-) -> Result<(RetryMessage, Option<String>), String> {
+/// A dead letter that was understood.
+#[derive(Debug)]
+pub(super) struct DeadLetter {
+    pub message: RetryMessage,
+    /// The producer's own id, of a message that we have not seen before.
+    pub producer_id: Option<String>,
+    /// Whether we have not seen the message before: it bears no header of ours.
+    pub first_death: bool,
+}
+
+/// Reads a dead letter.
+pub(super) fn parse(body: &[u8], properties: &BasicProperties) -> Result<DeadLetter, String> {
     let headers = properties.headers().as_ref();
     let death = headers
         .and_then(|h| h.inner().get("x-death"))
@@ -37,17 +43,22 @@ pub(super) fn parse(
         .and_then(number)
         .and_then(|n| i32::try_from(n).ok())
         .map_or(0, |n| n.max(0));
+    let mut kept = headers::from_amqp(properties);
+    let retry_id = ours(republish::RETRY_ID);
+    let first_death = retry_id.is_none();
+    if first_death {
+        kept.exchange = text(death, "exchange").unwrap_or_default();
+        kept.routing_key = routing_key(death);
+    } else {
+        // This death is of a republish, by our exchange; our headers tell of the first one.
+        kept.exchange = ours(republish::ORIGINAL_EXCHANGE).unwrap_or_default();
+        kept.routing_key = ours(republish::ORIGINAL_ROUTING_KEY);
+    }
     let producer_id = properties.message_id().as_ref().map(ToString::to_string);
-    let first_death = |id: &String| {
-        let place = format!("{queue}\u{1f}{id}");
-        Uuid::new_v5(&FIRST_DEATHS, place.as_bytes()).to_string()
-    };
-    let (message_id, producer_id) = match ours(republish::RETRY_ID) {
-        Some(id) => (id, None),
-        None => (
-            producer_id.as_ref().map(first_death).unwrap_or_default(),
-            producer_id,
-        ),
+    let message_id = match (retry_id, &producer_id) {
+        (Some(id), _) => id,
+        (None, Some(id)) => publication(&queue, id, death, body),
+        (None, None) => String::new(),
     };
     let message = RetryMessage {
         message_id,
@@ -55,10 +66,34 @@ pub(super) fn parse(
         error_reason: format!("dead-lettered from {queue}: {reason}"),
         original_queue: queue,
         retry_count,
-        properties: Some(headers::from_amqp(properties)),
+        properties: Some(kept),
         ..RetryMessage::default()
     };
-    Ok((message, producer_id))
+    Ok(DeadLetter {
+        message,
+        producer_id: producer_id.filter(|_| first_death),
+        first_death,
+    })
+}
+
+/// The identity of one publication's first death in one queue: the same each time this dead
+/// letter is delivered to us. A producer may use an id again (an order that is created, then
+/// paid; a job that runs every minute), so the body and the second of the death count too.
+fn publication(queue: &str, producer_id: &str, death: &FieldTable, body: &[u8]) -> String {
+    let time = match death.inner().get("time") {
+        Some(AMQPValue::Timestamp(seconds)) => *seconds,
+        _ => 0,
+    };
+    let mut name = format!("{queue}\u{1f}{producer_id}\u{1f}{time}\u{1f}").into_bytes();
+    name.extend_from_slice(&Sha256::digest(body));
+    Uuid::new_v5(&FIRST_DEATHS, &name).to_string()
+}
+
+/// The routing key of a death; further keys are those of the header `CC`.
+fn routing_key(death: &FieldTable) -> Option<String> {
+    let keys = death.inner().get("routing-keys")?.as_array()?;
+    let key = keys.as_slice().first()?.as_long_string()?;
+    Some(key.to_string())
 }
 
 fn text(table: &FieldTable, name: &str) -> Option<String> {
@@ -97,10 +132,25 @@ mod tests {
             .with_headers(table)
     }
 
+    fn died(queue: &str, time: u64) -> AMQPValue {
+        death_at(AMQPValue::LongString(queue.into()), time)
+    }
+
     fn death(queue: AMQPValue) -> AMQPValue {
+        death_at(queue, 1)
+    }
+
+    fn death_at(queue: AMQPValue, time: u64) -> AMQPValue {
+        let text = |text: &str| AMQPValue::LongString(text.into());
         let mut table = FieldTable::default();
         table.insert("queue".into(), queue);
-        table.insert("reason".into(), AMQPValue::LongString("rejected".into()));
+        table.insert("reason".into(), text("rejected"));
+        table.insert("time".into(), AMQPValue::Timestamp(time));
+        table.insert("exchange".into(), text("events"));
+        table.insert(
+            "routing-keys".into(),
+            AMQPValue::FieldArray(vec![text("order.created")].into()),
+        );
         AMQPValue::FieldArray(vec![AMQPValue::FieldTable(table)].into())
     }
 
@@ -111,20 +161,33 @@ mod tests {
     #[test]
     fn a_first_death_is_understood_from_the_brokers_headers() {
         let in_orders = dead(vec![("x-death", in_queue("orders"))]);
-        let (message, producer_id) = parse(b"body", &in_orders).unwrap();
-        assert_eq!(message.original_queue, "orders");
-        assert_eq!(message.original_payload, b"body");
-        assert_eq!(producer_id.as_deref(), Some("order-1"));
-        assert_eq!(message.retry_count, 0);
-        let again = parse(b"body", &in_orders).unwrap().0;
-        assert_eq!(message.message_id, again.message_id);
-        let copy = dead(vec![("x-death", in_queue("audit"))]);
-        let copy = parse(b"body", &copy).unwrap().0;
-        assert_ne!(
-            message.message_id, copy.message_id,
-            "fan-out makes two messages"
+        let first = parse(b"body", &in_orders).unwrap();
+        assert!(first.first_death);
+        assert_eq!(first.message.original_queue, "orders");
+        assert_eq!(first.message.original_payload, b"body");
+        assert_eq!(first.producer_id.as_deref(), Some("order-1"));
+        assert_eq!(first.message.retry_count, 0);
+        assert_eq!(
+            first.message.error_reason,
+            "dead-lettered from orders: rejected"
         );
-        assert_eq!(message.error_reason, "dead-lettered from orders: rejected");
+        let kept = first.message.properties.unwrap();
+        assert_eq!(kept.message_id, "order-1");
+        assert_eq!(kept.exchange, "events");
+        assert_eq!(kept.routing_key.as_deref(), Some("order.created"));
+    }
+
+    #[test]
+    fn a_publication_is_one_message_however_often_it_is_delivered_and_no_other() {
+        let id = |body: &[u8], death: AMQPValue| {
+            let properties = dead(vec![("x-death", death)]);
+            parse(body, &properties).unwrap().message.message_id
+        };
+        let first = id(b"created", died("orders", 100));
+        assert_eq!(first, id(b"created", died("orders", 100)));
+        assert_ne!(first, id(b"paid", died("orders", 100)), "another body");
+        assert_ne!(first, id(b"created", died("orders", 160)), "a minute later");
+        assert_ne!(first, id(b"created", died("audit", 100)), "another queue");
     }
 
     #[test]
@@ -133,10 +196,18 @@ mod tests {
             ("x-death", in_queue("orders")),
             ("x-retry-id", AMQPValue::LongString("the-id".into())),
             ("x-retry-count", AMQPValue::LongLongInt(2)),
+            ("x-original-exchange", AMQPValue::LongString("first".into())),
+            ("x-original-routing-key", AMQPValue::LongString("k".into())),
         ]);
-        let message = parse(b"", &properties).unwrap().0;
-        assert_eq!(message.message_id, "the-id");
-        assert_eq!(message.retry_count, 2);
+        let later = parse(b"", &properties).unwrap();
+        assert!(!later.first_death);
+        assert_eq!(later.producer_id, None);
+        assert_eq!(later.message.message_id, "the-id");
+        assert_eq!(later.message.retry_count, 2);
+        let kept = later.message.properties.unwrap();
+        assert_eq!(kept.message_id, "order-1");
+        assert_eq!(kept.exchange, "first");
+        assert_eq!(kept.routing_key.as_deref(), Some("k"));
     }
 
     #[test]
@@ -156,7 +227,7 @@ mod tests {
             AMQPValue::LongString("three".into()),
         ] {
             let properties = dead(vec![("x-death", in_queue("q")), ("x-retry-count", count)]);
-            assert_eq!(parse(b"x", &properties).unwrap().0.retry_count, 0);
+            assert_eq!(parse(b"x", &properties).unwrap().message.retry_count, 0);
         }
     }
 }

@@ -60,24 +60,35 @@ pub enum Source {
 pub struct Arrived {
     pub body: Vec<u8>,
     pub properties: BasicProperties,
+    /// Whether the broker may have delivered it before.
+    pub redelivered: bool,
 }
 
 /// Turns a delivery into a task. A delivery that cannot be understood, or asks for
 /// what is not allowed, becomes a task for review that holds it whole. `fresh` makes
 /// an unused id, for deliveries without one and for those that become a case for review.
 pub fn decode(arrived: Arrived, rules: &Rules, fresh: fn() -> Uuid) -> NewTask {
-    let Arrived { body, properties } = arrived;
-    let understood = match rules.source {
-        Source::RetryMessages => parse(&body, &properties).map(|message| (message, None)),
-        Source::DeadLetters => dead_letter::parse(&body, &properties),
+    let Arrived {
+        body,
+        properties,
+        redelivered,
+    } = arrived;
+    let valid = match rules.source {
+        Source::RetryMessages => {
+            parse(&body, &properties).and_then(|message| validate(message, rules, fresh))
+        }
+        Source::DeadLetters => dead_letter::parse(&body, &properties).and_then(|dead| {
+            let task = validate(dead.message, rules, fresh)?;
+            Ok(NewTask {
+                producer_id: dead.producer_id.map(label).or(task.producer_id),
+                // Where equal bodies are one message, an equal id is this message's own.
+                unseen: dead.first_death
+                    && !redelivered
+                    && task.policy.identity == Identity::MessageId,
+                ..task
+            })
+        }),
     };
-    let valid = understood.and_then(|(message, producer_id)| {
-        let task = validate(message, rules, fresh)?;
-        Ok(NewTask {
-            producer_id: producer_id.map(label).or(task.producer_id),
-            ..task
-        })
-    });
     match valid {
         Ok(task) => task,
         Err(problem) => invalid(body, &properties, problem, rules, fresh),
@@ -113,6 +124,7 @@ fn invalid(
         priority: Priority::Live,
         idempotency_key: None,
         labels: Labels::default(),
+        unseen: false,
         verdict: Some(Reason::Invalid),
     }
 }
@@ -216,6 +228,7 @@ fn validate(message: RetryMessage, rules: &Rules, fresh: fn() -> Uuid) -> Result
             trace_id: optional(message.trace_id),
         },
         queue,
+        unseen: false,
         verdict: None,
     })
 }
@@ -320,6 +333,7 @@ mod tests {
             Arrived {
                 body: message.encode_to_vec(),
                 properties: BasicProperties::default(),
+                redelivered: false,
             },
             &rules(),
             || FRESH,
@@ -456,6 +470,7 @@ mod tests {
                 Arrived {
                     body: body.to_vec(),
                     properties: BasicProperties::default().with_message_id("mine".into()),
+                    redelivered: false,
                 },
                 &rules(),
                 || FRESH,
@@ -495,6 +510,7 @@ mod tests {
             let arrived = Arrived {
                 body: message.encode_to_vec(),
                 properties: BasicProperties::default(),
+                redelivered: false,
             };
             decode(arrived, &rules, || FRESH).message_id
         };
