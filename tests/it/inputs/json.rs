@@ -1,6 +1,7 @@
 //! RetryMessages in JSON, valid and broken.
 
 use base64::{Engine, engine::general_purpose::STANDARD};
+use lapin::types::AMQPValue;
 use serde_json::json;
 use uuid::Uuid;
 
@@ -11,7 +12,9 @@ const NO_JSON: &str = "not a RetryMessage in JSON";
 pub fn table(at: &At) -> Vec<Case> {
     let mut cases = syntax(at);
     cases.extend(payloads(at));
+    cases.extend(payloads_as_they_are(at));
     cases.extend(fields(at));
+    cases.extend(headers(at));
     cases
 }
 
@@ -68,7 +71,12 @@ fn syntax(at: &At) -> Vec<Case> {
         raw("JSON in single quotes", "{'originalQueue':'q'}").invalid("key must be a string"),
         raw("JSON with a comment", "{/* */}").invalid("key must be a string"),
         raw("JSON 10,000 objects deep", &r#"{"a":"#.repeat(10_000)).invalid("recursion limit"),
-        raw("JSON 10,000 lists deep", &"[".repeat(10_000)).invalid("recursion limit"),
+        raw("JSON that is 10,000 lists", &"[".repeat(10_000)).invalid("expected an object"),
+        raw(
+            "JSON 10,000 lists deep",
+            &format!(r#"{{"a":{}"#, "[".repeat(10_000)),
+        )
+        .invalid("recursion limit"),
         at.raw("JSON with 10,000 unknown keys", unknown + "}"),
         at.raw("JSON with a key of 100 kB", {
             let key = "k".repeat(100_000);
@@ -100,12 +108,105 @@ fn payloads(at: &At) -> Vec<Case> {
             json!({"type": "buffer", "data": []}),
         )
         .invalid("not a Node Buffer"),
-        with("a payload that is a list", json!([104, 105])).invalid(NO_JSON),
-        with("a payload that is a number", json!(7)).invalid(NO_JSON),
-        with("a payload that is no base64", json!("not base64!")).invalid(NO_JSON),
-        with("a payload with half a letter", json!("YQ=a")).invalid(NO_JSON),
+        with("a payload that is a list", json!([104, 105])).invalid("neither base64 nor"),
+        with("a payload that is a number", json!(7)).invalid("neither base64 nor"),
+        with("a payload that is no base64", json!("not base64!"))
+            .invalid(r#"original_payload: not base64 ("eyJhIjoxfQ==" is {"a":1})"#),
+        with("a payload that is JSON in a text", json!(r#"{"a":1}"#)).invalid(
+            "to send text as it is, use original_payload_text, for JSON original_payload_json",
+        ),
+        with("a payload that is JSON", json!({"a": 1})).invalid("use original_payload_text"),
+        with("a payload with half a letter", json!("YQ=a")).invalid("original_payload: not base64"),
         with("a payload without padding", json!("YWI")).arriving("ab"),
         with("a payload for URLs", json!("_-8=")).arriving([0xff, 0xef]),
+    ]
+}
+
+/// Payloads that are given as text or as JSON, without base64.
+fn payloads_as_they_are(at: &At) -> Vec<Case> {
+    let with = |name: &str, payload: &str| {
+        let (id, queue) = (Uuid::now_v7(), &at.target);
+        at.raw(
+            name,
+            format!(r#"{{"messageId":"{id}","originalQueue":"{queue}",{payload}}}"#),
+        )
+    };
+    vec![
+        with(
+            "a payload as text",
+            r#""originalPayloadText":"a payload as text""#,
+        ),
+        // The text is also valid base64, and must not be decoded.
+        with("text like base64", r#""original_payload_text":"hello123""#).arriving("hello123"),
+        with(
+            "text that is not ASCII",
+            r#""originalPayloadText":"🐇\u0000\n""#,
+        )
+        .arriving("🐇\0\n"),
+        with("text that is an object", r#""originalPayloadText":{"a":1}"#)
+            .invalid("original_payload_text: not a text"),
+        with(
+            "a payload as JSON",
+            r#""originalPayloadJson": { "z" : "a b" , "a" : [ 1.10, null ] }"#,
+        )
+        .arriving(r#"{"z":"a b","a":[1.10,null]}"#),
+        with(
+            "JSON with long numbers",
+            r#""original_payload_json":[123456789012345678901, 0.1000000000000000055511, 1e400]"#,
+        )
+        .arriving("[123456789012345678901,0.1000000000000000055511,1e400]"),
+        with(
+            "JSON that is a text",
+            r#""originalPayloadJson":"JSON that is a text""#,
+        )
+        .arriving(r#""JSON that is a text""#),
+        with(
+            "JSON that is null",
+            r#""originalPayloadJson":null,"originalPayloadText":"and text""#,
+        )
+        .arriving("and text"),
+        with("JSON that is broken", r#""originalPayloadJson":{"a":}"#).invalid(NO_JSON),
+        with(
+            "a payload in two forms",
+            r#""originalPayload":"aGk=","originalPayloadText":"hi""#,
+        )
+        .invalid("the payload is given more than once"),
+        with(
+            "a payload in one form, in two spellings",
+            r#""originalPayloadText":"hi","original_payload_text":"hi""#,
+        )
+        .invalid("duplicate field"),
+    ]
+}
+
+fn headers(at: &At) -> Vec<Case> {
+    let with = |name: &str, headers: &str| {
+        let properties = format!(r#""properties":{{"headers":{headers}}}"#);
+        at.raw(name, format!("{},{properties}}}", open(at, name)))
+    };
+    vec![
+        with("a plain header", r#"{"a":"b"}"#)
+            .checked(|back| assert_eq!(back.text("a").as_deref(), Some("b"))),
+        with(
+            "plain headers of each type",
+            r#"{"a":"b","c":true,"d":-9007199254740993,"e":null,"f":{"int16":7}}"#,
+        )
+        .checked(|back| {
+            let headers = back.properties.headers().as_ref().expect("headers").inner();
+            assert_eq!(headers["a"], AMQPValue::LongString("b".into()));
+            assert_eq!(headers["c"], AMQPValue::Boolean(true));
+            assert_eq!(headers["d"], AMQPValue::LongLongInt(-9_007_199_254_740_993));
+            assert_eq!(headers["e"], AMQPValue::Void);
+            assert_eq!(headers["f"], AMQPValue::ShortInt(7));
+        }),
+        with("a plain fraction", r#"{"h":1.5}"#).invalid(r#"header "h": 1.5 is no int64"#),
+        with("a plain list", r#"{"h":["a"]}"#).invalid(r#"header "h": a list is written as"#),
+        with("a header of no known type", r#"{"h":{"b":"c"}}"#)
+            .invalid(r#"header "h": "b" is no type of a header"#),
+        with("a header of two types", r#"{"h":{"text":"a","int8":1}}"#)
+            .invalid(r#"header "h": more than one type"#),
+        with("a header that is no number", r#"{"h":{"float64":"NaN"}}"#),
+        with("headers that are a list", "[]").invalid("properties.headers: not an object"),
     ]
 }
 
@@ -152,15 +253,6 @@ fn fields(at: &At) -> Vec<Case> {
         )
         .invalid("original_queue is empty"),
         more("properties that are a text", r#""properties":"none""#).invalid(NO_JSON),
-        more(
-            "a header of two kinds",
-            r#""properties":{"headers":{"h":{"text":"a","int8":1}}}"#,
-        )
-        .invalid("duplicate field"),
-        more(
-            "a header that is no number",
-            r#""properties":{"headers":{"h":{"float64":"NaN"}}}"#,
-        ),
         // `proto/retry.proto` has no such properties, so they are ignored and do not reach the
         // broker.
         more(
