@@ -36,6 +36,9 @@ vm_memory_high_watermark.absolute = 2GB
 disk_free_limit.absolute = 50MB
 ";
 
+/// What the service asks of any broker that it runs on.
+const REQUIRED: &str = include_str!("../../ops/rabbitmq/retry-scheduler.conf");
+
 /// A RabbitMQ of our own on the loopback interface. It is stopped when this value is dropped, or by
 /// a watchdog when this process ends.
 #[derive(Debug)]
@@ -108,8 +111,11 @@ impl RabbitMq {
 
         let seed = ports::hash(&directory.to_string_lossy());
         let node = format!("devstack-{seed:016x}@localhost");
-        fs::write(directory.join("rabbitmq.conf"), CONFIGURATION)
-            .context("Failed to write rabbitmq.conf")?;
+        fs::write(
+            directory.join("rabbitmq.conf"),
+            [CONFIGURATION, REQUIRED].concat(),
+        )
+        .context("Failed to write rabbitmq.conf")?;
         fs::write(directory.join("advanced.config"), "[].\n")
             .context("Failed to write advanced.config")?;
         fs::write(directory.join("enabled_plugins"), "[].\n")
