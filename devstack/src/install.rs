@@ -45,6 +45,8 @@ pub(crate) enum Package {
     RabbitMq,
     Faketime,
     Mmdebstrap,
+    /// The keys that Debian signs with, which Ubuntu does not have by itself.
+    DebianKeys,
 }
 
 impl Package {
@@ -54,6 +56,7 @@ impl Package {
             Self::RabbitMq => "rabbitmq-server",
             Self::Faketime => "faketime",
             Self::Mmdebstrap => "mmdebstrap",
+            Self::DebianKeys => "debian-archive-keyring",
         }
     }
 
@@ -62,7 +65,7 @@ impl Package {
             Self::Postgres => Some("postgresql@17"),
             Self::RabbitMq => Some("rabbitmq"),
             Self::Faketime => Some("libfaketime"),
-            Self::Mmdebstrap => None,
+            Self::Mmdebstrap | Self::DebianKeys => None,
         }
     }
 }

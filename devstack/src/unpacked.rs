@@ -57,18 +57,9 @@ pub(crate) fn rabbitmq(version: &str, under: &Path) -> Result<PathBuf> {
     fs::create_dir_all(under).with_context(|| format!("Failed to create {}", under.display()))?;
     let root = fs::canonicalize(under)?.join(format!("rabbitmq-{version}"));
     if !root.exists() {
-        let missing = || match programs::on_path("mmdebstrap") {
-            true => Vec::new(),
-            false => vec![Package::Mmdebstrap],
-        };
-        if !missing().is_empty() {
-            install::install(missing).with_context(|| {
-                format!(
-                    "RabbitMQ {version} is unpacked with mmdebstrap: apt-get install mmdebstrap"
-                )
-            })?;
-        }
-        make(suite, &root).with_context(|| format!("RabbitMQ {version} cannot be unpacked"))?;
+        ensure_mmdebstrap()
+            .and_then(|()| make(suite, &root))
+            .with_context(|| format!("RabbitMQ {version} cannot be unpacked"))?;
     }
     check(version, &root)?;
     Ok(root)
@@ -77,7 +68,7 @@ pub(crate) fn rabbitmq(version: &str, under: &Path) -> Result<PathBuf> {
 /// Fails unless a directory can be laid over /usr here. In many containers not even root may do so.
 fn may_mount() -> Result<()> {
     if !geteuid().is_root() {
-        bail!("root rights are missing, which it takes to lay its files over /usr");
+        bail!("only root may lay its files over /usr");
     }
     // Where /bin is not a link into /usr, the programs would find the machine's libraries.
     if !fs::symlink_metadata("/bin").is_ok_and(|bin| bin.is_symlink()) {
@@ -91,6 +82,31 @@ fn may_mount() -> Result<()> {
         bail!("nothing can be laid over /usr here: {}", why.trim());
     }
     Ok(())
+}
+
+/// Makes sure that mmdebstrap can be run, and can check the signatures of the packages.
+fn ensure_mmdebstrap() -> Result<()> {
+    let missing = || {
+        let mut missing = Vec::new();
+        if !programs::on_path("mmdebstrap") {
+            missing.push(Package::Mmdebstrap);
+        }
+        let keys = Path::new("/usr/share/keyrings/debian-archive-keyring");
+        if !["gpg", "pgp"]
+            .iter()
+            .any(|end| keys.with_extension(end).exists())
+        {
+            missing.push(Package::DebianKeys);
+        }
+        missing
+    };
+    if missing().is_empty() {
+        return Ok(());
+    }
+    if !programs::on_path("apt-get") {
+        bail!("install the packages mmdebstrap and debian-archive-keyring");
+    }
+    install::install(missing)
 }
 
 /// Unpacks the packages. The root gets its name only when it is complete; one that was left half
@@ -150,4 +166,29 @@ fn check(version: &str, root: &Path) -> Result<()> {
         );
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_root_that_holds_another_version_or_nothing_is_refused() {
+        let root = std::env::temp_dir().join(format!("devstack-root-{}", std::process::id()));
+        let nothing = check("4.0", &root).unwrap_err().to_string();
+        fs::create_dir_all(root.join("usr/lib/rabbitmq/lib/rabbitmq_server-4.01.2")).unwrap();
+        let other = check("4.0", &root).unwrap_err().to_string();
+        fs::create_dir_all(root.join("usr/lib/rabbitmq/lib/rabbitmq_server-4.0.5")).unwrap();
+        let right = check("4.0", &root);
+        fs::remove_dir_all(&root).unwrap();
+        assert!(nothing.contains("is damaged; delete it"), "{nothing}");
+        assert!(other.contains("holds rabbitmq_server-4.01.2"), "{other}");
+        right.unwrap();
+    }
+
+    #[test]
+    fn a_version_that_cannot_be_unpacked_is_answered_with_those_that_can() {
+        let refused = rabbitmq("1.0", Path::new("/nowhere")).unwrap_err();
+        assert!(refused.to_string().ends_with("these can: 4.0"), "{refused}");
+    }
 }
