@@ -44,6 +44,9 @@ pub(crate) enum Package {
     Postgres,
     RabbitMq,
     Faketime,
+    Mmdebstrap,
+    /// The keys that Debian signs with, which Ubuntu does not have by itself.
+    DebianKeys,
 }
 
 impl Package {
@@ -52,14 +55,17 @@ impl Package {
             Self::Postgres => "postgresql",
             Self::RabbitMq => "rabbitmq-server",
             Self::Faketime => "faketime",
+            Self::Mmdebstrap => "mmdebstrap",
+            Self::DebianKeys => "debian-archive-keyring",
         }
     }
 
-    fn homebrew(self) -> &'static str {
+    fn homebrew(self) -> Option<&'static str> {
         match self {
-            Self::Postgres => "postgresql@17",
-            Self::RabbitMq => "rabbitmq",
-            Self::Faketime => "libfaketime",
+            Self::Postgres => Some("postgresql@17"),
+            Self::RabbitMq => Some("rabbitmq"),
+            Self::Faketime => Some("libfaketime"),
+            Self::Mmdebstrap | Self::DebianKeys => None,
         }
     }
 }
@@ -122,18 +128,13 @@ enum Root {
 /// Returns `None` where there is no apt-get, and where we are not root and cannot use sudo: because
 /// it is not there, or because it asks for a password and there is no terminal to ask on.
 fn way_to_root() -> Option<Root> {
-    let on_path = |name: &str| {
-        programs::path_directories()
-            .iter()
-            .any(|bin| bin.join(name).is_file())
-    };
-    if !on_path("apt-get") {
+    if !programs::on_path("apt-get") {
         return None;
     }
     if nix::unistd::geteuid().is_root() {
         return Some(Root::Already);
     }
-    if !on_path("sudo") {
+    if !programs::on_path("sudo") {
         return None;
     }
     let sudo = |arguments: &[&str], stderr: Stdio| {
@@ -154,16 +155,22 @@ fn way_to_root() -> Option<Root> {
 
 fn instructions(missing: &[Package]) -> String {
     let debian: Vec<_> = missing.iter().map(|package| package.debian()).collect();
-    let homebrew: Vec<_> = missing.iter().map(|package| package.homebrew()).collect();
-    format!(
-        "Install what is missing, then try again:\n  Debian, Ubuntu:  sudo apt-get install {}\n  macOS:           brew install {}",
-        debian.join(" "),
-        homebrew.join(" ")
-    )
+    let homebrew: Option<Vec<_>> = missing.iter().map(|package| package.homebrew()).collect();
+    let mut text = format!(
+        "Install what is missing, then try again:\n  Debian, Ubuntu:  sudo apt-get install {}",
+        debian.join(" ")
+    );
+    if let Some(homebrew) = homebrew {
+        text.push_str(&format!(
+            "\n  macOS:           brew install {}",
+            homebrew.join(" ")
+        ));
+    }
+    text
 }
 
 /// Allows one installation at a time on this machine: apt-get would refuse a second one.
-fn lock() -> Result<Flock<File>> {
+pub(crate) fn lock() -> Result<Flock<File>> {
     let path = Path::new("/tmp/devstack-install.lock");
     // Open it for reading, which is enough to lock it: the file may belong to another user.
     let file = match File::open(path) {
@@ -197,8 +204,11 @@ fn lock() -> Result<Flock<File>> {
 
 /// Runs the command and shows how many seconds have passed: on a terminal in one line that is
 /// overwritten, elsewhere in a new line every 30 seconds. Returns whether it succeeded.
-fn run_showing_time(command: &mut Command, what: &str) -> Result<bool> {
-    let mut child = command.spawn().context("Failed to start apt-get")?;
+pub(crate) fn run_showing_time(command: &mut Command, what: &str) -> Result<bool> {
+    let program = command.get_program().to_string_lossy().into_owned();
+    let mut child = command
+        .spawn()
+        .with_context(|| format!("Failed to start {program}"))?;
     let started = Instant::now();
     let terminal = io::stderr().is_terminal();
     let mut next = Duration::from_secs(30);

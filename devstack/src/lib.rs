@@ -23,6 +23,7 @@ mod process;
 mod programs;
 mod rabbitmq;
 mod service;
+mod unpacked;
 mod watchdog;
 
 use std::path::PathBuf;
@@ -38,8 +39,9 @@ pub use lock::Lock;
 pub use ports::free_or_other;
 pub use postgres::{Postgres, Standby};
 pub use process::exit_code;
-pub use programs::{ensure_found, ensure_installed, faketime};
+pub use programs::{RABBITMQ_ROOT, RabbitMqPrograms, ensure_found, ensure_installed, faketime};
 pub use rabbitmq::RabbitMq;
+pub use unpacked::RABBITMQ_VERSIONS;
 
 /// How often the start of a service is tried. It is tried again, with other ports, if another
 /// process has taken the ports between our choosing them and the service's listening on them.

@@ -1,12 +1,14 @@
 //! Finds the programs of Postgres and RabbitMQ, and has them installed if they are missing.
 
 use std::env;
+use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
 use crate::install;
+use crate::unpacked;
 
 /// Homebrew's two prefixes: Apple silicon, then Intel.
 const HOMEBREW: [&str; 2] = ["/opt/homebrew", "/usr/local"];
@@ -19,11 +21,16 @@ pub(crate) struct PostgresPrograms {
 
 /// RabbitMQ's scripts, and Erlang's port mapper daemon `epmd`.
 #[derive(Clone, Debug)]
-pub(crate) struct RabbitMqPrograms {
+pub struct RabbitMqPrograms {
     pub(crate) server: PathBuf,
     pub(crate) ctl: PathBuf,
     pub(crate) epmd: PathBuf,
+    /// The root that they are unpacked in. `None` is the machine itself.
+    root: Option<PathBuf>,
 }
+
+/// Names the root of an unpacked RabbitMQ, which is then used instead of the installed one.
+pub const RABBITMQ_ROOT: &str = "DEVSTACK_RABBITMQ_ROOT";
 
 /// Makes sure that Postgres and RabbitMQ are on this machine. If one is missing, installs Debian's
 /// package, or fails with instructions if that is not possible.
@@ -131,12 +138,47 @@ impl PostgresPrograms {
 }
 
 impl RabbitMqPrograms {
-    pub(crate) fn find_or_install() -> Result<Self> {
+    /// The programs of the RabbitMQ that [`RABBITMQ_ROOT`] names, or of the installed one. If there
+    /// is none, installs Debian's package.
+    pub fn find_or_install() -> Result<Self> {
         ensure_found(false, true)?;
         Self::find().context("RabbitMQ was installed but cannot be found")
     }
 
+    /// The programs of one of the [`RABBITMQ_VERSIONS`](crate::RABBITMQ_VERSIONS), whichever version
+    /// is installed. They are unpacked into the directory `under` once, which takes root rights and
+    /// a download of some 60 MB.
+    pub fn of_version(version: &str, under: &Path) -> Result<Self> {
+        unpacked::rabbitmq(version, under).map(Self::unpacked_in)
+    }
+
+    /// The root that they are unpacked in, unless they are installed on the machine.
+    pub fn root(&self) -> Option<&Path> {
+        self.root.as_deref()
+    }
+
+    /// The words of a command line that runs one of these programs.
+    pub(crate) fn command_line(&self, program: &Path) -> Vec<OsString> {
+        match &self.root {
+            Some(root) => unpacked::command_line(root, program),
+            None => vec![program.into()],
+        }
+    }
+
+    fn unpacked_in(root: PathBuf) -> Self {
+        let bin = Path::new("/usr/lib/rabbitmq/bin");
+        Self {
+            server: bin.join("rabbitmq-server"),
+            ctl: bin.join("rabbitmqctl"),
+            epmd: PathBuf::from("/usr/bin/epmd"),
+            root: Some(root),
+        }
+    }
+
     fn find() -> Option<Self> {
+        if let Some(root) = env::var_os(RABBITMQ_ROOT) {
+            return Some(Self::unpacked_in(root.into()));
+        }
         // Debian's directory of the real scripts comes before PATH. The scripts in /usr/sbin, which
         // PATH leads to, switch to the user `rabbitmq` or refuse to run.
         let mut places = vec![PathBuf::from("/usr/lib/rabbitmq/bin")];
@@ -155,6 +197,7 @@ impl RabbitMqPrograms {
             server: bin.join("rabbitmq-server"),
             ctl: bin.join("rabbitmqctl"),
             epmd: find_epmd()?,
+            root: None,
         })
     }
 }
@@ -175,6 +218,13 @@ fn find_epmd() -> Option<PathBuf> {
         .into_iter()
         .map(|bin| bin.join("epmd"))
         .find(|program| program.is_file())
+}
+
+/// Whether `PATH` leads to this program.
+pub(crate) fn on_path(name: &str) -> bool {
+    path_directories()
+        .iter()
+        .any(|bin| bin.join(name).is_file())
 }
 
 pub(crate) fn path_directories() -> Vec<PathBuf> {

@@ -36,6 +36,9 @@ vm_memory_high_watermark.absolute = 2GB
 disk_free_limit.absolute = 50MB
 ";
 
+/// What the service asks of any broker that it runs on.
+const REQUIRED: &str = include_str!("../../ops/rabbitmq/retry-scheduler.conf");
+
 /// A RabbitMQ of our own on the loopback interface. It is stopped when this value is dropped, or by
 /// a watchdog when this process ends.
 #[derive(Debug)]
@@ -66,19 +69,25 @@ impl RabbitMq {
 
     /// Starts an empty RabbitMQ. Its directory is temporary and deleted when it has stopped.
     pub fn start_temporary(name: &str) -> Result<Self> {
+        Self::start_temporary_with(name, RabbitMqPrograms::find_or_install()?)
+    }
+
+    /// Does what [`RabbitMq::start_temporary`] does, with these programs.
+    pub fn start_temporary_with(name: &str, programs: RabbitMqPrograms) -> Result<Self> {
         let dir = temporary_directory(name).join("rabbitmq");
-        Self::start_in(
-            &Options {
-                dir,
-                durable: false,
-                quiet: true,
-            },
-            true,
-        )
+        let options = Options {
+            dir,
+            durable: false,
+            quiet: true,
+        };
+        Self::start_with(&options, true, programs)
     }
 
     pub(crate) fn start_in(options: &Options, temporary: bool) -> Result<Self> {
-        let programs = RabbitMqPrograms::find_or_install()?;
+        Self::start_with(options, temporary, RabbitMqPrograms::find_or_install()?)
+    }
+
+    fn start_with(options: &Options, temporary: bool, programs: RabbitMqPrograms) -> Result<Self> {
         let started = Instant::now();
         let directory = options.dir.clone();
         fs::create_dir_all(directory.join("conf.d"))
@@ -102,8 +111,11 @@ impl RabbitMq {
 
         let seed = ports::hash(&directory.to_string_lossy());
         let node = format!("devstack-{seed:016x}@localhost");
-        fs::write(directory.join("rabbitmq.conf"), CONFIGURATION)
-            .context("Failed to write rabbitmq.conf")?;
+        fs::write(
+            directory.join("rabbitmq.conf"),
+            [CONFIGURATION, REQUIRED].concat(),
+        )
+        .context("Failed to write rabbitmq.conf")?;
         fs::write(directory.join("advanced.config"), "[].\n")
             .context("Failed to write advanced.config")?;
         fs::write(directory.join("enabled_plugins"), "[].\n")
@@ -161,7 +173,7 @@ impl RabbitMq {
         let port = self.ports.epmd.to_string();
         let configure = |command: &mut Command| {
             command
-                .arg(&self.programs.epmd)
+                .args(self.programs.command_line(&self.programs.epmd))
                 .args(["-port", &port, "-address", "127.0.0.1"]);
             self.surroundings(command);
         };
@@ -178,7 +190,7 @@ impl RabbitMq {
     /// Starts RabbitMQ after a stop, with the same port and data. Returns when it answers AMQP.
     pub fn start_again(&self) -> Result<()> {
         let configure = |command: &mut Command| {
-            command.arg(&self.programs.server);
+            command.args(self.programs.command_line(&self.programs.server));
             self.surroundings(command);
         };
         let signal = if self.temporary {
@@ -284,8 +296,9 @@ impl RabbitMq {
     /// Runs `rabbitmqctl --quiet` for this node and returns what it prints. A call takes a second
     /// or two.
     pub fn ctl(&self, args: &[&str]) -> Result<String> {
-        let mut command = Command::new(&self.programs.ctl);
-        command.arg("--quiet").args(args);
+        let words = self.programs.command_line(&self.programs.ctl);
+        let mut command = Command::new(&words[0]);
+        command.args(&words[1..]).arg("--quiet").args(args);
         self.surroundings(&mut command);
         process::output(&mut command)
     }

@@ -74,6 +74,21 @@ fn rabbitmq_comes_back_with_its_data_on_its_port_however_it_was_stopped() {
     rabbitmq.close_all_connections("a test").unwrap();
 }
 
+/// Does nothing unless `cargo dev test --rabbitmq` runs it.
+#[test]
+fn the_version_that_was_asked_for_runs_and_leaves_no_mount() {
+    let Some(root) = env::var_os(devstack::RABBITMQ_ROOT).map(PathBuf::from) else {
+        return;
+    };
+    let name = root.file_name().unwrap().to_str().unwrap();
+    let wanted = name.strip_prefix("rabbitmq-").unwrap();
+    let rabbitmq = RabbitMq::start_temporary("version").unwrap();
+    let version = rabbitmq.ctl(&["eval", "rabbit_misc:version()."]).unwrap();
+    assert!(version.contains(&format!("\"{wanted}.")), "{version}");
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
+    assert!(!mounts.contains(" /usr "), "{mounts}");
+}
+
 #[test]
 fn stacks_side_by_side_do_not_disturb_each_other() {
     let (one, other) = thread::scope(|scope| {

@@ -213,11 +213,15 @@ async fn a_message_the_broker_closes_the_channel_over_spends_only_its_own_attemp
     bed.set("BASE_DELAY_MS", "50").set("DISPATCH_WORKERS", "1");
     let queue = bed.declare("size").await;
     bed.migrate().await;
+    // RabbitMQ 4 reads the setting only when it starts, and keeps it as a persistent term.
     let limit = |bytes: usize| {
-        let set = format!("application:set_env(rabbit, max_message_size, {bytes}).");
+        let set = format!(
+            "application:set_env(rabbit, max_message_size, {bytes}),
+             persistent_term:put(max_message_size, {bytes})."
+        );
         disturb(|| stack.rabbitmq.ctl(&["eval", &set]));
     };
-    let usual = 128 << 20;
+    let usual = 32 << 20;
     limit(50_000);
     let large = bed.insert_one(&queue, &vec![b'x'; 60_000]).await;
     let mut ids = HashSet::new();
