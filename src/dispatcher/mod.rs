@@ -12,6 +12,7 @@ mod watch;
 
 use std::{sync::Arc, time::Duration};
 
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
@@ -138,6 +139,7 @@ impl Dispatcher {
             let memory = &mut session.memory;
             let rows = if memory.careful > 0 { 1 } else { self.batch };
             memory.careful = memory.careful.saturating_sub(1);
+            let began = Instant::now();
             match self.turn(session, rows).await {
                 Ok(turn) => {
                     store_failed = false;
@@ -145,7 +147,7 @@ impl Dispatcher {
                     look = match turn {
                         Turn::Full => Look::Claim,
                         Turn::Short => Look::Watch,
-                        Turn::Nothing => Look::WatchOthers,
+                        Turn::Nothing => Look::WatchAfter(began),
                     };
                 }
                 Err(TurnError::Broker { fault, alone }) => {

@@ -5,6 +5,7 @@ use std::time::Duration;
 use tokio::time::{Instant, timeout};
 
 use super::Dispatcher;
+use crate::store::dispatch::NextDue;
 
 /// How long to wait when rows are due but others hold them: look again soon, but not
 /// at once.
@@ -17,8 +18,21 @@ pub(super) enum Look {
     Claim,
     /// Wait: nothing was due.
     Watch,
-    /// Wait: all that was due is in others' hands.
-    WatchOthers,
+    /// Wait: a claim that began at this moment found no row that was due and free.
+    WatchAfter(Instant),
+}
+
+impl Look {
+    /// Whether a row that at `now` has been due for `overdue` is in others' hands.
+    ///
+    /// It is if it was due before the claim began, since the claim did not get it. A row
+    /// that fell due later is probably free, and to wait would make it late. Times are
+    /// compared and not moments, because Postgres's clock may differ from ours. `now` is
+    /// taken after Postgres has answered, so in doubt the row counts as free. That costs
+    /// one claim more: by the end of that one the row has been due for longer.
+    fn shows_held(self, overdue: Duration, now: Instant) -> bool {
+        matches!(self, Self::WatchAfter(claim) if overdue >= now.duration_since(claim))
+    }
 }
 
 impl Dispatcher {
@@ -35,30 +49,62 @@ impl Dispatcher {
         }
         let due = self.store.next_due().await;
         // The time until then is counted from the answer, not from the question: a claim
-        // that comes slightly too early finds nothing, and would take that for rows that
-        // others hold.
+        // that comes slightly too early finds nothing and has to be made again.
         let now = Instant::now();
-        let latest = now + self.poll_interval;
         match due {
-            Ok(Some(Duration::ZERO)) => {
+            Ok(Some(NextDue::Since(overdue))) => {
                 // Release the watch before napping, so that another worker can take it
                 // and notice rows that fall due meanwhile.
                 drop(watcher);
-                if look == Look::WatchOthers {
+                if look.shows_held(overdue, now) {
                     tokio::time::sleep(CONTENDED_NAP).await;
                 }
                 Look::Claim
             }
-            Ok(due) => {
-                let known = due.is_some_and(|due| now + due <= latest);
-                let until = due.map_or(latest, |due| latest.min(now + due));
-                match self.wake.sleep(until).await || known {
-                    true => Look::Claim,
-                    false => Look::Watch,
-                }
+            Ok(Some(NextDue::In(time))) if time <= self.poll_interval => {
+                self.wake.sleep(now + time).await;
+                Look::Claim
             }
-            // The claim will meet the same error, report it and back off.
-            Err(_) => Look::Claim,
+            Ok(_) => match self.wake.sleep(now + self.poll_interval).await {
+                true => Look::Claim,
+                false => Look::Watch,
+            },
+            // A claim that meets the same error reports it and backs off. The question may
+            // also fail alone, for example over a due time of infinity that an operator
+            // set; it is not to be asked again without a pause.
+            Err(_) => {
+                drop(watcher);
+                tokio::time::sleep(CONTENDED_NAP).await;
+                Look::Claim
+            }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn a_row_that_fell_due_after_a_claim_in_vain_is_claimed_at_once() {
+        let claim = Instant::now();
+        let look = Look::WatchAfter(claim);
+        assert!(!look.shows_held(Duration::ZERO, claim + MS));
+        assert!(!look.shows_held(2 * MS, claim + 3 * MS));
+    }
+
+    #[test]
+    fn a_row_that_was_due_before_a_claim_in_vain_is_in_others_hands() {
+        let claim = Instant::now();
+        let look = Look::WatchAfter(claim);
+        assert!(look.shows_held(3 * MS, claim + 3 * MS));
+        assert!(look.shows_held(3600 * 1000 * MS, claim + 3 * MS));
+    }
+
+    #[test]
+    fn without_a_claim_in_vain_nothing_shows_that_others_hold_a_row() {
+        assert!(!Look::Watch.shows_held(3600 * 1000 * MS, Instant::now()));
     }
 }

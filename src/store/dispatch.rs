@@ -213,6 +213,15 @@ pub(super) static NEXT_DUE: Statement = Statement::new("next due", || {
     )
 });
 
+/// When the first of the waiting rows is due, by Postgres's clock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NextDue {
+    /// It will be due after this time.
+    In(Duration),
+    /// It has been due for this time: somebody holds it, or nobody has claimed it yet.
+    Since(Duration),
+}
+
 /// Where a fair claim goes on next time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LaneCursor(Option<i32>);
@@ -270,11 +279,18 @@ impl Store {
         self.within(query.fetch_all(&self.pool)).await
     }
 
-    /// Returns how long it is until the next row is due; zero when one is due already.
-    pub async fn next_due(&self) -> Result<Option<Duration>, StoreError> {
+    /// Returns when the first of the waiting rows is due, whoever holds it; none when no
+    /// row waits.
+    pub async fn next_due(&self) -> Result<Option<NextDue>, StoreError> {
         let row = self.within(sqlx::raw_sql(NEXT_DUE.text()).fetch_one(&self.pool));
         let micros: Option<i64> = row.await?.try_get("us")?;
-        Ok(micros.map(|us| Duration::from_micros(u64::try_from(us).unwrap_or(0))))
+        Ok(micros.map(|us| {
+            let distance = Duration::from_micros(us.unsigned_abs());
+            match us > 0 {
+                true => NextDue::In(distance),
+                false => NextDue::Since(distance),
+            }
+        }))
     }
 }
 

@@ -1,10 +1,13 @@
 //! Several instances share one database: together they send every row once. Only a batch
 //! that an instance was sending when it was killed is sent again.
 
-use std::collections::HashMap;
+use std::{
+    collections::HashMap,
+    time::{Duration, Instant},
+};
 
 use futures::future::join_all;
-use retry_scheduler::store::Store;
+use retry_scheduler::store::{Store, dispatch::NextDue};
 use testkit::{Fault, Trap};
 
 use crate::support::{Bed, Client, PATIENCE, message};
@@ -70,6 +73,41 @@ async fn an_instance_killed_mid_batch_loses_nothing_and_repeats_only_that_batch(
     assert!(times.values().all(|n| *n <= 2), "some came thrice");
     let counted = "SELECT count(*) FROM retry_queue WHERE retry_count = 1";
     assert_eq!(bed.count(counted).await, i64::from(ROWS));
+}
+
+/// Claims in vain, lets something happen, and asks for the next due moment. Returns for how
+/// long the first row has been due, and how long ago the claim began.
+async fn after_a_claim_in_vain(
+    store: &Store,
+    meanwhile: impl Future<Output = ()>,
+) -> (Duration, Duration) {
+    let began = Instant::now();
+    let claim = store.claim(10, 1 << 20).await.expect("a claim");
+    assert!(claim.tasks.is_empty(), "a row was due and free");
+    claim.settle(&[]).await.expect("the claim ends");
+    meanwhile.await;
+    match store.next_due().await.expect("an answer") {
+        Some(NextDue::Since(overdue)) => (overdue, began.elapsed()),
+        other => panic!("no row is due: {other:?}"),
+    }
+}
+
+/// A worker that has claimed in vain rests if others hold what is due, and claims again at
+/// once if a row has fallen due since. It tells the two apart by these times.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_row_that_fell_due_after_a_claim_is_told_from_one_that_others_hold() {
+    let bed = Bed::new().await;
+    bed.migrate().await;
+    let store = Store::open(&bed.settings(), "test").expect("a store");
+    let (overdue, ago) = after_a_claim_in_vain(&store, bed.insert_due("q", 1)).await;
+    assert!(overdue < ago, "due for {overdue:?}, claimed {ago:?} ago");
+
+    bed.arrange("UPDATE retry_queue SET next_retry_at = now() - interval '1 hour'")
+        .await;
+    let others = store.claim(10, 1 << 20).await.expect("a claim");
+    assert_eq!(others.tasks.len(), 1, "others hold the row");
+    let (overdue, ago) = after_a_claim_in_vain(&store, async {}).await;
+    assert!(overdue >= ago, "due for {overdue:?}, claimed {ago:?} ago");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -7,6 +7,7 @@ mod footprint;
 mod growth;
 mod instances;
 mod requirements;
+mod steady;
 mod throughput;
 pub mod versus;
 
@@ -27,7 +28,7 @@ pub enum Scenario {
     Queues,
     /// 64 B to 256 KiB with Postgres on a core of its own (in the full form)
     Apart,
-    /// How late messages are at 500 a second
+    /// How late messages are at 500 a second, and at 20 to 2,000 with a due moment for each message
     Drift,
     /// Many messages due at one instant, and messages of another queue meanwhile
     Burst,

@@ -1,15 +1,13 @@
 //! The least that the service must do: 50 retries a second sustained, 200 a second in a burst,
 //! and each retry within 5 seconds of the moment it is scheduled for.
 
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
-use tokio::time::{MissedTickBehavior, interval};
-
+use super::steady::{Due, Steady};
 use crate::{
     field::{Field, Lane, progress},
     finding::{Finding, Reach},
     inbox::Inbox,
-    rows::epoch,
 };
 
 const NAME: &str = "requirements";
@@ -82,35 +80,18 @@ async fn offer(
     rate: u32,
     seconds: u32,
 ) -> anyhow::Result<Stretch> {
-    let (run, count) = (field.run(), rate * seconds);
-    let ahead = field.rows.clock_ahead().await?;
-    let first_due = Duration::from_secs_f64(epoch(SystemTime::now() + LEAD) + ahead);
-    let first_due_ms = i64::try_from(first_due.as_millis())?;
-    let due_ms = |number: u32| first_due_ms + i64::from(number * 1000 / rate);
-    let send = async {
-        let mut ticks = interval(Duration::from_secs(1) / rate);
-        ticks.set_missed_tick_behavior(MissedTickBehavior::Burst);
-        for number in 0..count {
-            ticks.tick().await;
-            field
-                .producer
-                .send_due_at(&lane.intake, run, number, due_ms(number))
-                .await?;
-        }
-        anyhow::Ok(())
+    let steady = Steady {
+        rate,
+        seconds,
+        due: Due::Own { lead: LEAD },
     };
-    let ((), arrived) = tokio::try_join!(send, inbox.collect(run, count))?;
-    field.rows.until_settled(&lane.schema).await?;
-    inbox.nothing_more()?;
-
-    let came: Vec<f64> = arrived.wall.iter().map(|at| epoch(*at) + ahead).collect();
-    let first = came.iter().copied().fold(f64::MAX, f64::min);
-    let last = came.iter().copied().fold(f64::MIN, f64::max);
-    let late_ms = (0..)
-        .zip(&came)
-        .map(|(number, came)| came * 1e3 - due_ms(number) as f64);
+    let fates = steady.send(field, lane, inbox).await?;
+    let came = || fates.iter().map(|fate| fate.arrived);
+    let first = came().fold(f64::MAX, f64::min);
+    let last = came().fold(f64::MIN, f64::max);
+    let late_ms = fates.iter().map(|fate| (fate.arrived - fate.due) * 1e3);
     Ok(Stretch {
-        rate: f64::from(count - 1) / (last - first),
+        rate: f64::from(rate * seconds - 1) / (last - first),
         latest_ms: late_ms.fold(f64::MIN, f64::max),
     })
 }
