@@ -1,8 +1,8 @@
 //! Dispatcher: due tasks go back to their queues, spent ones to review.
 //!
-//! This file is the loop: connect, take turns, wait. [`turn`] is one turn, from claim
-//! to settlement; [`judge`] says what follows from the broker's answer; [`watch`]
-//! waits for the next due moment, and [`wake`] lets intake cut that short.
+//! This file is the loop: connect, take turns, wait. `turn` is one turn, from claim
+//! to settlement; `judge` says what follows from the broker's answer; `watch`
+//! waits for the next due moment, and `wake` lets intake cut that short.
 
 mod dry_run;
 mod judge;

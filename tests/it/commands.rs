@@ -182,10 +182,10 @@ async fn check_config_reads_the_policies_file_and_says_what_is_wrong_with_it() {
     assert!(shown.contains("policy billing: 4 retries, "), "{shown}");
     assert!(shown.contains("; queues billing.*\n"), "{shown}");
 
-    std::fs::write(file.path(), "[policy.billing]\nmax_atempts = 5\n").expect("a file");
+    std::fs::write(file.path(), "[policy.billing]\nmax_attempt = 5\n").expect("a file");
     for command in ["check-config", "serve"] {
         let output = run(&bed, &[command]).await;
-        one_line_naming(&output, &["POLICIES_FILE", "billing", "max_atempts"]);
+        one_line_naming(&output, &["POLICIES_FILE", "billing", "max_attempt"]);
     }
 }
 
