@@ -32,20 +32,17 @@ pub struct Statement {
 
 impl Statement {
     pub(super) const fn new(name: &'static str, text: fn() -> String) -> Self {
-        Self {
-            name,
-            text: LazyLock::new(text),
-            claims: false,
-        }
+        Self::with(name, text, false)
     }
 
     /// A statement for the transaction of a claim.
     pub(super) const fn of_claim(name: &'static str, text: fn() -> String) -> Self {
-        Self {
-            name,
-            text: LazyLock::new(text),
-            claims: true,
-        }
+        Self::with(name, text, true)
+    }
+
+    const fn with(name: &'static str, text: fn() -> String, claims: bool) -> Self {
+        let text = LazyLock::new(text);
+        Self { name, text, claims }
     }
 
     /// The SQL.

@@ -8,6 +8,8 @@ use retry_scheduler::{
     wire::proto::{ErrorClass, Priority, RetryMessage},
 };
 
+use tokio::io::AsyncWriteExt;
+
 use crate::support::{Bed, Process, Scrape, eventually};
 
 /// Runs the binary with these arguments until it ends.
@@ -323,6 +325,25 @@ async fn send_can_set_every_field_of_a_retry_message() {
         error_type: "T".into(),
     };
     assert_eq!(sent, expected);
+    for (class, expected) in [
+        ("final", ErrorClass::Final),
+        ("retryable", ErrorClass::Retryable),
+    ] {
+        let mut command = bed.command();
+        command
+            .args(["send", "--queue", "q", "--payload", "-"])
+            .args(["--error-class", class])
+            .stdin(std::process::Stdio::piped());
+        let mut child = command.spawn().expect("it starts");
+        let mut stdin = child.stdin.take().expect("its input");
+        stdin.write_all(b"from a pipe").await.expect("it reads");
+        drop(stdin);
+        assert!(child.wait().await.expect("it ends").success());
+        let sent = bed.client.consume(&bed.intake()).await.next().await;
+        let sent = RetryMessage::decode(sent.body.as_slice()).expect("a RetryMessage");
+        assert_eq!(sent.original_payload, b"from a pipe");
+        assert_eq!(sent.error_class, i32::from(expected));
+    }
     let wrong = [
         "send",
         "--queue",

@@ -59,6 +59,20 @@ fn recorder_of(bed: &Bed, store: &Store, source: Source) -> Recorder {
     )
 }
 
+/// A failure of the message with this id.
+fn failure_of(id: Uuid) -> Arrived {
+    let message = RetryMessage {
+        message_id: id.to_string(),
+        original_queue: "q".into(),
+        ..Default::default()
+    };
+    Arrived {
+        body: message.encode_to_vec(),
+        properties: Default::default(),
+        redelivered: false,
+    }
+}
+
 /// Settles the first task of a claim, and leaves the other rows as they were.
 async fn settle_first(mut claim: Claim, end: Settlement) {
     let task = claim.tasks.remove(0);
@@ -382,16 +396,7 @@ async fn what_fails_again_before_it_is_settled_waits_again() {
     let store = Store::open(&bed.settings(), "test").unwrap();
     let recorder = recorder(&bed, &store);
     let id = Uuid::now_v7();
-    let failure = || Arrived {
-        body: RetryMessage {
-            message_id: id.to_string(),
-            original_queue: "q".into(),
-            ..Default::default()
-        }
-        .encode_to_vec(),
-        properties: Default::default(),
-        redelivered: false,
-    };
+    let failure = || failure_of(id);
     recorder.record(vec![failure()]).await.unwrap();
     let claim = eventually("it is due", async || {
         let claim = store.claim(10, 1 << 20).await.unwrap();
@@ -420,16 +425,7 @@ async fn an_attempt_keeps_its_id_until_a_failure_is_reported() {
     let store = Store::open(&bed.settings(), "test").unwrap();
     let recorder = recorder(&bed, &store);
     let id = Uuid::now_v7();
-    let failure = || Arrived {
-        body: RetryMessage {
-            message_id: id.to_string(),
-            original_queue: "q".into(),
-            ..Default::default()
-        }
-        .encode_to_vec(),
-        properties: Default::default(),
-        redelivered: false,
-    };
+    let failure = || failure_of(id);
     // A claim that is dropped leaves the row as it was, as a crash does.
     let attempt = || {
         eventually("it is due", async || {

@@ -26,54 +26,22 @@ const OF_ALL: [&str; 10] = [
     "policy",
 ];
 
+/// The fields of events that tell of an attempt.
+const OF_AN_ATTEMPT: [&str; 5] = [
+    "attempt_number",
+    "max_attempts",
+    "delay_seconds",
+    "exception_type",
+    "exception_message",
+];
+
 /// Each kind of event, the action if it is about a key, and the fields that its line has
 /// besides [`OF_ALL`].
 const OF_EACH: [(EventKind, Option<KeyAction>, &[&str]); 8] = [
-    (
-        EventKind::Scheduled,
-        None,
-        &[
-            "attempt_number",
-            "max_attempts",
-            "delay_seconds",
-            "exception_type",
-            "exception_message",
-        ],
-    ),
-    (
-        EventKind::SentBack,
-        None,
-        &[
-            "attempt_number",
-            "max_attempts",
-            "delay_seconds",
-            "exception_type",
-            "exception_message",
-            "attempt_id",
-        ],
-    ),
-    (
-        EventKind::Returned,
-        None,
-        &[
-            "attempt_number",
-            "max_attempts",
-            "delay_seconds",
-            "exception_type",
-            "exception_message",
-        ],
-    ),
-    (
-        EventKind::Deferred,
-        None,
-        &[
-            "attempt_number",
-            "max_attempts",
-            "delay_seconds",
-            "exception_type",
-            "exception_message",
-        ],
-    ),
+    (EventKind::Scheduled, None, &OF_AN_ATTEMPT),
+    (EventKind::SentBack, None, &OF_AN_ATTEMPT),
+    (EventKind::Returned, None, &OF_AN_ATTEMPT),
+    (EventKind::Deferred, None, &OF_AN_ATTEMPT),
     (
         EventKind::Reviewed,
         None,
@@ -205,6 +173,7 @@ async fn every_kind_of_event_is_a_line_with_the_fields_an_audit_needs() {
     assert_eq!(sent_back["attempt_number"], 1);
     assert_eq!(sent_back["max_attempts"], 3);
     assert_eq!(sent_back["exception_type"], "TimeoutError");
+    assert!(sent_back["attempt_id"].is_string(), "{sent_back:?}");
     let reviewed = one("message_id", &spent.message_id, EventKind::Reviewed);
     assert_eq!(reviewed["total_attempts"], 3);
     let hit = one("action", "hit", EventKind::Idempotency);

@@ -201,13 +201,19 @@ mod tests {
     fn every_policy_is_described_in_one_line() {
         let book = parse(
             "[policy.a]\nmax_attempts = 3\nmax_age = \"2h\"\ncategories = [\"X\", \"Y\"]\nqueues = [\"q.*\"]\n\
-             [policy.b]\njitter = { factor = 0.1 }\nidentity = \"payload\"",
+             [policy.b]\njitter = { factor = 0.1 }\nidentity = \"payload\"\n\
+             [policy.c]\njitter = { plus_minus = \"30s\" }\nnon_retryable = [\"HTTP 4*\", \"gone\"]\n\
+             [policy.d]\njitter = \"full\"\nretryable = [\"timeout\"]\n[policy.e]\njitter = \"none\"",
         );
         assert_eq!(
             book.describe(),
             "policy default: 3 retries, 2s growing 2x to 1m, plus up to 1s, within 7days\n\
              policy a: 2 retries, 2s growing 2x to 1m, plus up to 1s, within 2h; categories X, Y; queues q.*\n\
-             policy b: 3 retries, 2s growing 2x to 1m, plus or minus 10 %, within 7days, identity payload\n"
+             policy b: 3 retries, 2s growing 2x to 1m, plus or minus 10 %, within 7days, identity payload\n\
+             policy c: 3 retries, 2s growing 2x to 1m, plus or minus 30s, within 7days, \
+             non_retryable http 4* | gone\n\
+             policy d: 3 retries, 2s growing 2x to 1m, or anything less, within 7days, retryable timeout\n\
+             policy e: 3 retries, 2s growing 2x to 1m, within 7days\n"
         );
     }
 

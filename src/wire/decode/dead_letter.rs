@@ -211,6 +211,17 @@ mod tests {
     }
 
     #[test]
+    fn a_death_that_tells_nothing_but_its_queue_is_enough() {
+        let mut death = FieldTable::default();
+        death.insert("queue".into(), AMQPValue::LongString("orders".into()));
+        let deaths = AMQPValue::FieldArray(vec![AMQPValue::FieldTable(death)].into());
+        let dead = parse(b"body", &dead(vec![("x-death", deaths)])).unwrap();
+        assert!(dead.message.error_reason.contains("an unknown reason"));
+        let kept = dead.message.properties.unwrap();
+        assert_eq!((kept.exchange.as_str(), kept.routing_key), ("", None));
+    }
+
+    #[test]
     fn hostile_headers_are_refused_or_ignored() {
         for properties in [
             BasicProperties::default(),
