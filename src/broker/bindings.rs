@@ -102,21 +102,35 @@ impl Bindings {
                 match amqp_code(&e) {
                     Some(NOT_FOUND) => Ok(Way::Nowhere(e.to_string())),
                     Some(ACCESS_REFUSED | PRECONDITION_FAILED) => {
-                        if !self.refused.swap(true, Ordering::Relaxed) {
-                            warn!(
-                                exchange = self.exchange.as_str(),
-                                error = %e,
-                                "queues cannot be bound to our exchange, so republished messages \
-                                 bear their queue's name as routing key; a dead-letter exchange \
-                                 that is bound by other keys drops their next death (told once)"
-                            );
-                        }
+                        self.refuse(&e);
                         Ok(Way::ByName)
                     }
                     _ => Err(e.into()),
                 }
             }
             Err(e) => Err(e),
+        }
+    }
+
+    /// Gives our exchange up, and says so once: we may not declare it, bind to it or publish
+    /// to it.
+    fn refuse(&self, error: &lapin::Error) {
+        if !self.refused.swap(true, Ordering::Relaxed) {
+            warn!(
+                exchange = self.exchange.as_str(),
+                %error,
+                "our exchange cannot be used, so republished messages bear their queue's name as \
+                 routing key; a dead-letter exchange that is bound by other keys drops their next \
+                 death (told once)"
+            );
+        }
+    }
+
+    /// Notes a failed publish to our exchange: without the right to write there, every batch
+    /// would end the same way.
+    pub(super) fn note(&self, error: &lapin::Error) {
+        if amqp_code(error) == Some(ACCESS_REFUSED) {
+            self.refuse(error);
         }
     }
 

@@ -106,6 +106,7 @@ impl Publisher {
                 }
             }
         }
+        let uses_exchange = ways.iter().any(|way| matches!(way, Way::ByKey(_)));
         let deadline = Instant::now() + self.broker.confirm_timeout;
         // The client's own thread writes the frames, and its future completes only
         // then: two switches of threads. So all messages are handed over, in order,
@@ -160,6 +161,11 @@ impl Publisher {
                 Poll::Pending => timeout_at(deadline, publish).await,
             };
             trusted &= written.is_ok();
+            if let Ok(Err(e)) = &written
+                && uses_exchange
+            {
+                self.bindings.note(e);
+            }
             confirms.push(self.answered(written, &mut fault));
             Point::AfterPublish.pass();
         }
@@ -172,6 +178,11 @@ impl Publisher {
             let answer = timeout_at(deadline, &mut confirm).await;
             if answer.is_err() {
                 given_up.push(confirm);
+            }
+            if let Ok(Err(e)) = &answer
+                && uses_exchange
+            {
+                self.bindings.note(e);
             }
             let Some(answer) = self.answered(answer, &mut fault) else {
                 continue;

@@ -10,7 +10,7 @@ use lapin::{
 };
 use retry_scheduler::wire::proto::{Properties, RetryMessage};
 
-use crate::support::{Bed, Process, eventually, message};
+use crate::support::{Bed, Process, disturb, eventually, message};
 
 async fn rejected_three_times_then_review(queue_type: &str) {
     let mut bed = Bed::new().await;
@@ -350,6 +350,41 @@ async fn where_queues_cannot_be_bound_it_is_said_once_and_shown_and_messages_go_
     .await;
     service.signal("TERM").await;
     let (_, log) = service.ended().await;
-    let told = log.matches("queues cannot be bound to our exchange");
+    let told = log.matches("our exchange cannot be used");
     assert_eq!(told.count(), 1, "{log}");
+}
+
+/// A user who may declare the exchange and bind to it, but not publish to it.
+#[tokio::test(flavor = "multi_thread")]
+async fn without_the_right_to_publish_to_our_exchange_messages_go_back_by_name() {
+    let mut bed = bed_with_dead_letters().await;
+    let user = bed.queue("shy");
+    let rabbitmq = &crate::support::shared().await.rabbitmq;
+    let vhost = url::Url::parse(bed.setting("RABBITMQ_URL")).expect("a URL");
+    let vhost = vhost.path().trim_start_matches('/').replace("%2f", "/");
+    let vhost = if vhost.is_empty() { "/" } else { &vhost };
+    disturb(|| rabbitmq.ctl(&["add_user", &user, "secret"]));
+    // The names of this bed's queues begin with its prefix, and the exchange's with "x".
+    let write = format!("^(amq\\.default|{}.*)$", bed.queue(""));
+    disturb(|| rabbitmq.ctl(&["set_permissions", "-p", vhost, &user, ".*", &write, ".*"]));
+    let mut url = url::Url::parse(bed.setting("RABBITMQ_URL")).expect("a URL");
+    url.set_username(&user).expect("a user");
+    url.set_password(Some("secret")).expect("a password");
+    bed.set("RABBITMQ_URL", url.as_str())
+        .set("SERVICE_NAME", &format!("x-{user}"));
+    let queue = bed.declare("target").await;
+    let service = bed.start().await;
+    let mut inbox = bed.client.consume(&queue).await;
+    let sent = RetryMessage {
+        properties: Some(Properties {
+            routing_key: Some("order.created".into()),
+            ..Properties::default()
+        }),
+        ..message(&queue, "by name")
+    };
+    bed.client.send(&bed.intake(), &sent).await;
+    assert_eq!(inbox.next().await.id(), sent.message_id);
+    let (_, health) = service.get("/health").await;
+    assert!(health.contains("may not bind queues"), "{health}");
+    service.stop().await;
 }

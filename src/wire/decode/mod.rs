@@ -301,6 +301,8 @@ fn lineage(queue: &str, payload: &[u8]) -> Uuid {
 
 #[cfg(test)]
 mod tests {
+    use lapin::types::{AMQPValue, FieldTable};
+
     use super::*;
     use crate::domain::policy::Policy;
 
@@ -516,5 +518,32 @@ mod tests {
         };
         assert_eq!(with("a", b"x"), with("b", b"x"));
         assert_ne!(with("a", b"x"), with("a", b"y"));
+    }
+
+    #[test]
+    fn a_dead_letter_is_unseen_unless_delivered_before_or_known_by_its_payload() {
+        let mut death = FieldTable::default();
+        death.insert("queue".into(), AMQPValue::LongString("orders".into()));
+        let deaths = AMQPValue::FieldArray(vec![AMQPValue::FieldTable(death)].into());
+        let mut headers = FieldTable::default();
+        headers.insert("x-death".into(), deaths);
+        let properties = BasicProperties::default().with_headers(headers);
+        let unseen = |policies: &str, redelivered: bool| {
+            let rules = Rules {
+                book: PolicyBook::parse(policies, Policy::default()).unwrap(),
+                source: Source::DeadLetters,
+                ..rules()
+            };
+            let arrived = Arrived {
+                body: b"body".to_vec(),
+                properties: properties.clone(),
+                redelivered,
+            };
+            decode(arrived, &rules, || FRESH).unseen
+        };
+        assert!(unseen("", false));
+        assert!(!unseen("", true));
+        // Or a consumer that drops our headers would get a fresh budget at each death.
+        assert!(!unseen("[policy.default]\nidentity = \"payload\"", false));
     }
 }
