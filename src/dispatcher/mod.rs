@@ -146,7 +146,8 @@ impl Dispatcher {
                     session.memory.backoff.reset();
                     look = match turn {
                         Turn::Full => Look::Claim,
-                        Turn::Short => Look::Watch,
+                        Turn::Short(None) => Look::Watch,
+                        Turn::Short(Some(next)) => Look::WatchUntil(next),
                         Turn::Nothing => Look::WatchAfter(began),
                     };
                 }

@@ -22,8 +22,9 @@ use crate::{
 pub(super) enum Turn {
     /// As many rows as were asked for: there may be more.
     Full,
-    /// Fewer rows: all that was due.
-    Short,
+    /// Fewer rows: all that was due. The next row falls due at this moment, as far as is
+    /// known.
+    Short(Option<Instant>),
     /// No due row was free: nothing is due, or others hold it.
     Nothing,
 }
@@ -58,6 +59,7 @@ impl Dispatcher {
     pub(super) async fn turn(&self, session: &mut Session, rows: usize) -> Result<Turn, TurnError> {
         let mut claim = self.claim(session, rows).await?;
         let started = Instant::now();
+        let next = claim.next.map(|time| started + time);
         let tasks = std::mem::take(&mut claim.tasks);
         if tasks.is_empty() {
             claim.settle(&[]).await?;
@@ -83,7 +85,7 @@ impl Dispatcher {
         match fault {
             Some(fault) => Err(TurnError::Broker { fault, alone }),
             None if full => Ok(Turn::Full),
-            None => Ok(Turn::Short),
+            None => Ok(Turn::Short(next)),
         }
     }
 

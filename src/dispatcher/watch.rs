@@ -18,6 +18,8 @@ pub(super) enum Look {
     Claim,
     /// Wait: nothing was due.
     Watch,
+    /// Wait: the claim before told that the next row falls due at this moment.
+    WatchUntil(Instant),
     /// Wait: a claim that began at this moment found no row that was due and free.
     WatchAfter(Instant),
 }
@@ -45,6 +47,12 @@ impl Dispatcher {
         };
         // Intake has stored something that is due by now: there is no need to ask.
         if self.wake.has_come() {
+            return Look::Claim;
+        }
+        // The claim has asked already. What was stored since, intake tells `wake`.
+        if let Look::WatchUntil(next) = look {
+            let latest = Instant::now() + self.poll_interval;
+            self.wake.sleep(next.min(latest)).await;
             return Look::Claim;
         }
         let due = self.store.next_due().await;

@@ -132,10 +132,15 @@ async fn a_claim_walks_the_index_that_has_its_order_whatever_postgres_believes()
         "idx_retry_lane Index Cond: (lane > $3)",
         "idx_retry_lane Index Cond: ((lane = l_1.lane) AND (next_retry_at <= statement_timestamp()))",
     ];
-    let fairly: Vec<&str> = lanes.into_iter().chain(oldest).collect();
+    let next = [
+        "idx_retry_next_retry Index Cond: ((priority = 0) AND (next_retry_at > statement_timestamp()))",
+        "idx_retry_next_retry Index Cond: ((priority = 1) AND (next_retry_at > statement_timestamp()))",
+    ];
+    let plain = [oldest, next].concat();
+    let fairly = [lanes, oldest, next].concat();
     for (scene, sql) in scenes() {
         bed.arrange(&sql).await;
-        assert_eq!(reads(&bed, "claim").await, oldest, "{scene}");
+        assert_eq!(reads(&bed, "claim").await, plain, "{scene}");
         assert_eq!(reads(&bed, "claim fairly").await, fairly, "{scene}");
     }
 }
