@@ -9,6 +9,7 @@ use super::{
     attempt,
     budget::Budget,
     classify::ErrorClass,
+    limits::SHORTEST_FREE_WAIT,
     policy::Policy,
     review::{Evidence, Reason},
 };
@@ -130,7 +131,7 @@ impl NewTask {
         }
         match (self.class, self.retry_after) {
             (ErrorClass::RateLimited, Some(wait)) => Next::Retry {
-                delay: wait,
+                delay: wait.max(SHORTEST_FREE_WAIT),
                 free: true,
             },
             _ => Next::Retry {
@@ -138,6 +139,11 @@ impl NewTask {
                 free: false,
             },
         }
+    }
+
+    /// Whether the failure itself says that another try cannot help.
+    pub fn is_final(&self) -> bool {
+        self.terminal || self.class == ErrorClass::Final
     }
 
     /// Where the idempotency key is unique.
