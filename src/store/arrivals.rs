@@ -92,13 +92,14 @@ pub(super) static INSERT: Statement = Statement::new("insert new", || {
     )
 });
 
-/// A message that was sent back and failed again waits again. Its first failure and
+/// A message that was sent back and failed again waits again; one that waits, and of which
+/// another report says that no try can help, waits for review. Its first failure and
 /// its expiry stay. When its body is another one than before, the event says so.
 pub(super) static FAIL_AGAIN: Statement = Statement::new("fail again", || {
     let (kind, instance) = (literal(EventKind::Scheduled), next_parameter());
     let events = Event {
         detail: "c.detail",
-        was: "'retried'",
+        was: "c.was",
         delay_ms: "c.delay_ms",
         error: "c.error_reason",
         ..Event::of("updated", &kind, &instance)
@@ -118,7 +119,7 @@ pub(super) static FAIL_AGAIN: Statement = Statement::new("fail again", || {
                 priority = d.priority
             FROM timed d {}
             WHERE q.ctid = place.ctid
-            RETURNING q.message_id, q.error_reason, {DELAY_MS},
+            RETURNING q.message_id, q.error_reason, {DELAY_MS}, place.status AS was,
                       CASE WHEN place.original_payload <> q.original_payload THEN
                           'body changed from sha256 ' || encode(sha256(place.original_payload), 'hex')
                           || ' to sha256 ' || encode(sha256(q.original_payload), 'hex')
@@ -129,7 +130,7 @@ pub(super) static FAIL_AGAIN: Statement = Statement::new("fail again", || {
         place(
             "retry_queue",
             "message_id = d.message_id",
-            "ctid, original_payload"
+            "ctid, status, original_payload"
         ),
         changed(),
         events.insert(),
@@ -228,8 +229,8 @@ impl IntakeTx {
         self.store(&INSERT, batch).await
     }
 
-    /// Sends locked `retried` rows back to `pending` with their new failure, and
-    /// returns how long each has to wait.
+    /// Makes locked rows `pending` with their new failure, and returns how long each has
+    /// to wait.
     pub async fn fail_again(&mut self, batch: &[Planned<'_>]) -> Result<Delays, StoreError> {
         self.store(&FAIL_AGAIN, batch).await
     }
@@ -301,6 +302,7 @@ impl FromRow<'_, PgRow> for Known {
                 max_retries: row.try_get("max_retries")?,
             },
             same_message: row.try_get("same_message")?,
+            for_review: row.try_get::<Option<&str>, _>("reason")?.is_some(),
         })
     }
 }

@@ -22,7 +22,10 @@ use retry_scheduler::{
         dispatch::{Claim, LaneCursor},
         maintenance::Retention,
     },
-    wire::{Arrived, Rules, Source, proto::RetryMessage},
+    wire::{
+        Arrived, Rules, Source,
+        proto::{ErrorClass, RetryMessage},
+    },
 };
 use uuid::Uuid;
 
@@ -365,6 +368,68 @@ async fn a_key_drops_only_what_is_provably_the_same_failure() {
     let hits =
         "SELECT count(*) FROM retry_events WHERE event_type = 'idempotency' AND detail = 'hit'";
     assert_eq!(bed.count(hits).await, 1);
+}
+
+/// A retry after a rate limit spends no attempt, so the next failure of the message has the
+/// count of the one before, and maybe its key. Only the row tells that the message was sent
+/// back in between.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_key_does_not_drop_the_failure_after_a_retry_that_spent_nothing() {
+    let bed = Bed::new().await;
+    bed.migrate().await;
+    let store = Store::open(&bed.settings(), "test").unwrap();
+    let recorder = recorder(&bed, &store);
+    let id = Uuid::now_v7();
+    let failure = || Arrived {
+        body: RetryMessage {
+            message_id: id.to_string(),
+            original_queue: "q".into(),
+            error_class: ErrorClass::RateLimited.into(),
+            retry_after_ms: Some(1),
+            idempotency_key: "one key for all".into(),
+            ..Default::default()
+        }
+        .encode_to_vec(),
+        properties: Default::default(),
+        redelivered: false,
+    };
+    let pending = "SELECT count(*) FROM retry_queue WHERE status = 'pending'";
+    let hits =
+        "SELECT count(*) FROM retry_events WHERE event_type = 'idempotency' AND detail = 'hit'";
+    let claim = async || {
+        bed.make_due().await;
+        let claim = store.claim(10, 1 << 20).await.unwrap();
+        assert_eq!(claim.tasks.len(), 1);
+        claim
+    };
+    let sent_back = Settlement::SentBack { retry_count: 0 };
+    recorder.record(vec![failure()]).await.unwrap();
+    recorder.record(vec![failure()]).await.unwrap();
+    assert_eq!(bed.count(hits).await, 1, "while it waits it is the same");
+
+    settle_first(claim().await, sent_back.clone()).await;
+    recorder.record(vec![failure(), failure()]).await.unwrap();
+    assert_eq!(
+        bed.count(pending).await,
+        1,
+        "after its retry it is the next"
+    );
+    assert_eq!(bed.count(hits).await, 2, "and was reported twice");
+
+    // The consumer may be faster than the dispatcher's COMMIT.
+    let claim = claim().await;
+    let again = tokio::spawn({
+        let (recorder, failure) = (recorder.clone(), failure());
+        async move { recorder.record(vec![failure]).await }
+    });
+    let waiting = "SELECT count(*) FROM pg_stat_activity
+                   WHERE datname = current_database() AND wait_event_type = 'Lock'";
+    bed.until_count(waiting, 1).await;
+    settle_first(claim, sent_back).await;
+    again.await.unwrap().unwrap();
+    assert_eq!(bed.count(pending).await, 1);
+    assert_eq!(bed.count(hits).await, 2);
+    assert_eq!(bed.count("SELECT count(*) FROM retry_queue").await, 1);
 }
 
 #[tokio::test(flavor = "multi_thread")]
