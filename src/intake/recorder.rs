@@ -14,7 +14,10 @@ use tokio_util::sync::CancellationToken;
 use tracing::warn;
 use uuid::Uuid;
 
-use super::keys::{self, Sorted, key_of};
+use super::{
+    Loops,
+    keys::{self, Sorted, key_of},
+};
 use crate::{
     backoff::Backoff,
     dispatcher::Wake,
@@ -48,6 +51,7 @@ pub struct Recorder {
     pub(super) rules: Arc<Rules>,
     wake: Arc<Wake>,
     metrics: Arc<Metrics>,
+    loops: Arc<Loops>,
     key_life: Duration,
     /// Whether the warning about a newer version's row was logged; it is logged once.
     told_of_unknown: Arc<AtomicBool>,
@@ -60,6 +64,8 @@ enum Effect<'t> {
     Stored {
         planned: Planned<'t>,
         delay: Duration,
+        /// Whether the id was new.
+        new: bool,
     },
     /// The same under another id, because its own is another publication's.
     Apart {
@@ -96,8 +102,8 @@ impl Effect<'_> {
 }
 
 /// What has been stored of a batch so far.
-#[derive(Default)]
 struct Progress<'t> {
+    started: Instant,
     effects: Vec<Effect<'t>>,
     /// The id under which the failure of each key is stored.
     applied: Vec<(Key, Uuid)>,
@@ -105,12 +111,13 @@ struct Progress<'t> {
 
 impl Recorder {
     /// Judges arrivals by `rules`, tells `wake` when the earliest of what was stored falls
-    /// due, and remembers an idempotency key for `key_life`.
+    /// due, looks out for `loops`, and remembers an idempotency key for `key_life`.
     pub fn new(
         store: Store,
         rules: Arc<Rules>,
         wake: Arc<Wake>,
         metrics: Arc<Metrics>,
+        loops: Arc<Loops>,
         key_life: Duration,
     ) -> Self {
         Self {
@@ -118,6 +125,7 @@ impl Recorder {
             rules,
             wake,
             metrics,
+            loops,
             key_life,
             told_of_unknown: Arc::default(),
         }
@@ -178,8 +186,9 @@ impl Recorder {
             others,
         } = keys::sort(&mut tx, tasks, self.key_life).await?;
         let mut progress = Progress {
+            started,
             effects: Vec::with_capacity(tasks.len()),
-            ..Progress::default()
+            applied: Vec::new(),
         };
         for wave in waves(&fresh) {
             self.store_wave(&mut tx, wave, &mut progress).await?;
@@ -247,17 +256,27 @@ impl Recorder {
         // A second round is needed only when retention removes a known row between the
         // two statements: then its message is new after all.
         while !rest.is_empty() {
-            let planned: Vec<Planned<'t>> = rest
+            let cases: HashMap<Uuid, NewTask> = rest
                 .iter()
+                .filter_map(|task| self.loops.case(task, progress.started))
+                .map(|case| (case.message_id, case))
+                .collect();
+            let planned: Vec<Planned<'_>> = rest
+                .iter()
+                .map(|task| cases.get(&task.message_id).unwrap_or(task))
                 .map(|task| plan(task, task.budget.retry_count))
                 .collect();
             let inserted = tx.insert_new(&planned).await?;
-            for planned in planned {
-                let id = planned.task.message_id;
+            for (&task, planned) in rest.iter().zip(&planned) {
+                let id = task.message_id;
                 if let Some(&delay) = inserted.get(&id) {
-                    let key = key_of(planned.task).map(|key| (key, id));
+                    let key = key_of(task).map(|key| (key, id));
                     progress.applied.extend(key);
-                    progress.effects.push(Effect::Stored { planned, delay });
+                    progress.effects.push(Effect::Stored {
+                        planned: Planned { task, ..*planned },
+                        delay,
+                        new: true,
+                    });
                 }
             }
             rest.retain(|task| !inserted.contains_key(&task.message_id));
@@ -276,7 +295,9 @@ impl Recorder {
         tasks: &[&'t NewTask],
         progress: &mut Progress<'t>,
     ) -> Result<HashSet<Uuid>, StoreError> {
-        let Progress { effects, applied } = progress;
+        let Progress {
+            effects, applied, ..
+        } = progress;
         let by_id: HashMap<Uuid, &'t NewTask> = tasks.iter().map(|t| (t.message_id, *t)).collect();
         let rows = tx.lock_known(tasks).await?;
         let mut again = Vec::new();
@@ -324,6 +345,7 @@ impl Recorder {
                         .copied()
                         .unwrap_or_default(),
                     planned,
+                    new: false,
                 }
             }));
         }
@@ -379,14 +401,24 @@ impl Recorder {
         };
         for effect in effects {
             match effect {
-                Effect::Stored { planned, delay } => {
+                Effect::Stored {
+                    planned,
+                    delay,
+                    new,
+                } => {
                     due_in(*delay);
                     let (task, retry_count) = (planned.task, planned.retry_count);
                     self.tell_of_stored(task, retry_count, planned.next, *delay);
+                    if *new {
+                        self.look_out_for_loop(task, planned.next, started, *delay);
+                    } else {
+                        self.loops.came_back(task);
+                    }
                 }
                 Effect::Apart { task, next, delay } => {
                     due_in(*delay);
                     self.tell_of_stored(task, task.budget.retry_count, *next, *delay);
+                    self.look_out_for_loop(task, *next, started, *delay);
                 }
                 Effect::Beside {
                     task,
@@ -410,6 +442,31 @@ impl Recorder {
         }
         if let Some(delay) = soonest {
             self.wake.at(started + delay);
+        }
+    }
+
+    /// Counts and tells of a failure under a new id that seems to be one round of a loop.
+    /// What goes to review for another reason has an end, and is in none.
+    fn look_out_for_loop(&self, task: &NewTask, next: Next, at: Instant, delay: Duration) {
+        if !matches!(next, Next::Retry { .. } | Next::Review(Reason::Looping)) {
+            return;
+        }
+        let Some(times) = self.loops.came_new(task, at, delay) else {
+            return;
+        };
+        let label = self.metrics.suspected_loop(&task.queue);
+        if self.loops.may_tell(label, at) {
+            warn!(
+                queue = task.queue,
+                times,
+                max_retries = task.budget.max_retries,
+                policy = task.policy.name,
+                message_id = %task.message_id,
+                "a message seems to loop: the same body comes to this queue again and again under \
+                 new ids, so its retries are never spent. If its producer mints an id for each \
+                 failure, set identity = \"payload\" in its policy, or loops = \"review\" to send \
+                 such messages to review (told once an hour for each queue)"
+            );
         }
     }
 

@@ -58,6 +58,7 @@ fn recorder_of(bed: &Bed, store: &Store, source: Source) -> Recorder {
         }),
         Default::default(),
         Arc::new(Metrics::new(10).unwrap()),
+        Default::default(),
         Duration::from_secs(3600),
     )
 }
