@@ -1,9 +1,10 @@
 //! What an arriving failure means for the row that has its id, or its key.
 
+use chrono::{DateTime, Utc};
 use uuid::Uuid;
 
 use super::{
-    UnknownText,
+    UnknownText, attempt,
     budget::Budget,
     review::Reason,
     task::{NewTask, Status},
@@ -23,6 +24,7 @@ pub struct Known {
     pub same_message: bool,
     /// Whether the row is on its way to review, or went there.
     pub for_review: bool,
+    pub last_failed_at: DateTime<Utc>,
 }
 
 /// What an arriving failure does to the row that has its id.
@@ -46,6 +48,22 @@ pub enum Arrival {
 }
 
 impl Known {
+    /// The attempt that an arriving failure names, if it is not the last one that the
+    /// message was sent back with. Then it may be an earlier one, whose failure is known
+    /// already.
+    pub fn names_another_attempt(&self, arriving: &NewTask) -> Option<Uuid> {
+        // Since it was sent back, neither the count nor the moment has changed.
+        let last = || {
+            attempt::id(
+                self.message_id,
+                self.budget.retry_count,
+                self.last_failed_at,
+            )
+        };
+        let named = arriving.attempt?;
+        (self.status == Ok(Status::Retried) && named != last()).then_some(named)
+    }
+
     /// A waiting row with the same queue and payload: the failure was reported twice,
     /// unless the report says what the row does not know yet, that another try cannot help. A
     /// waiting row with others: one id for two messages. A row that was sent back: the

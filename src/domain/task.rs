@@ -87,6 +87,8 @@ pub struct NewTask {
     pub not_before_ms: Option<i64>,
     /// The producer's word on when the message first failed, in Unix ms.
     pub first_failed_at_ms: Option<i64>,
+    /// The attempt that failed, if the failure names it.
+    pub attempt: Option<Uuid>,
     /// Retries made and retries allowed, as the producer and the policy say.
     pub budget: Budget,
     /// The policy that governs the message.

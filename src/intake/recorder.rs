@@ -81,6 +81,8 @@ enum Effect<'t> {
     },
     /// A waiting row already holds this failure.
     Duplicate(&'t NewTask),
+    /// The message was sent back again since the attempt that failed.
+    Outdated(&'t NewTask),
     /// The failure's key was applied before, to the message with this id.
     Hit {
         task: &'t NewTask,
@@ -96,7 +98,7 @@ impl Effect<'_> {
             Self::Stored { planned, .. } => Some(planned.task.message_id),
             Self::Apart { task, .. } => Some(task.message_id),
             Self::Beside { stored_as, .. } => Some(*stored_as),
-            Self::Duplicate(_) | Self::Hit { .. } => None,
+            Self::Duplicate(_) | Self::Outdated(_) | Self::Hit { .. } => None,
         }
     }
 }
@@ -300,6 +302,17 @@ impl Recorder {
         } = progress;
         let by_id: HashMap<Uuid, &'t NewTask> = tasks.iter().map(|t| (t.message_id, *t)).collect();
         let rows = tx.lock_known(tasks).await?;
+        let doubtful: Vec<(i64, Uuid, &NewTask)> = rows
+            .iter()
+            .filter_map(|row| {
+                let task = *by_id.get(&row.message_id)?;
+                Some((row.id, row.names_another_attempt(task)?, task))
+            })
+            .collect();
+        let outdated = match doubtful.is_empty() {
+            true => HashSet::new(),
+            false => tx.note_outdated(&doubtful).await?,
+        };
         let mut again = Vec::new();
         let mut duplicates = Vec::new();
         let mut copies = Vec::new();
@@ -317,6 +330,7 @@ impl Recorder {
                 copies.push(copy);
             };
             match row.meets(task) {
+                _ if outdated.contains(&row.message_id) => effects.push(Effect::Outdated(task)),
                 Arrival::Again { retry_count } => again.push(plan(task, retry_count)),
                 Arrival::Duplicate(budget) => {
                     duplicates.push((row.id, budget));
@@ -433,6 +447,10 @@ impl Recorder {
                 Effect::Duplicate(task) => {
                     self.metrics.intake(IntakeOutcome::Duplicate);
                     audit::duplicate(task);
+                }
+                Effect::Outdated(task) => {
+                    self.metrics.intake(IntakeOutcome::Duplicate);
+                    audit::outdated(task);
                 }
                 Effect::Hit { task, applied_to } => {
                     self.metrics.intake(IntakeOutcome::IdempotencyHit);

@@ -102,7 +102,7 @@ impl Metrics {
             reviewed: counters(&r, "retries_reviewed_total", "Messages given to manual review, by reason", &["reason"])?,
             deferred: counter(&r, "retries_deferred_total", "Due tasks that the broker refused for now or did not confirm in time, or whose review queue could not be reached; they spend no attempt")?,
             intake: counters(&r, "retry_intake_total", "Deliveries by what became of them: scheduled, review, duplicate or idempotency_hit", &["outcome"])?,
-            duplicates: counter(&r, "retry_duplicates_total", "Deliveries of a failure that was already waiting")?,
+            duplicates: counter(&r, "retry_duplicates_total", "Deliveries of a failure that was already waiting, or of an attempt before the last")?,
             invalid: counter(&r, "retry_invalid_total", "Deliveries that could not be understood or were not allowed")?,
             idempotency_hits: counter(&r, "retry_idempotency_hits_total", "Deliveries whose idempotency key was applied before")?,
             suspected_loops: counters(&r, "retry_suspected_loops_total", "Failures under a new id whose body had come to the same queue under other new ids more often than its retries allow; by what this instance saw", &["queue"])?,

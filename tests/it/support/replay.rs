@@ -71,8 +71,12 @@ fn check(before: Option<&State>, event: &Event) -> Result<(), String> {
         }
         EventKind::SentBack => from == Some(Status::Pending) && to == Status::Retried,
         EventKind::Reviewed => from == Some(Status::Pending) && to == Status::Failed,
-        EventKind::Returned | EventKind::Deferred | EventKind::Duplicate => {
+        EventKind::Returned | EventKind::Deferred => {
             from == Some(Status::Pending) && to == Status::Pending
+        }
+        // Of an attempt before the last, a failure may come late.
+        EventKind::Duplicate => {
+            matches!(from, Some(Status::Pending | Status::Retried)) && from == Some(to)
         }
         EventKind::Idempotency => from == Some(to),
     };
