@@ -1,5 +1,6 @@
 //! Intake: the broker's deliveries become rows, and only then are acknowledged.
 
+mod effects;
 mod keys;
 mod loops;
 mod recorder;
