@@ -18,7 +18,7 @@ use crate::{
     dispatcher::{Dispatcher, DryRun, Wake},
     domain::policy::{Jitter, Policy, PolicyBook},
     http::Pages,
-    intake::{Intake, Recorder},
+    intake::{Intake, Loops, Recorder},
     janitor::Janitor,
     observe::{
         health::{Health, Part},
@@ -41,6 +41,7 @@ pub struct App {
     store: Store,
     book: PolicyBook,
     metrics: Arc<Metrics>,
+    loops: Arc<Loops>,
 }
 
 impl App {
@@ -55,6 +56,7 @@ impl App {
             store: Store::open(&settings, instance)?,
             book: policy_book(&settings)?,
             metrics: Arc::new(Metrics::new(settings.metrics_max_queues)?),
+            loops: Arc::default(),
             listener,
             settings,
         })
@@ -98,6 +100,7 @@ impl App {
                 Arc::new(rules),
                 wake.clone(),
                 self.metrics.clone(),
+                self.loops.clone(),
                 self.settings.idempotency_keys,
             ),
             metrics: self.metrics.clone(),

@@ -27,3 +27,7 @@ pub const MAX_LABEL_BYTES: usize = 255;
 /// The most bytes of AMQP properties that are kept: all headers go back in one
 /// frame of 128 KiB, together with our own.
 pub const MAX_PROPERTIES_BYTES: usize = 64 * 1024;
+
+/// The shortest wait before a retry that spends no attempt. Such retries have no end but
+/// `max_age`, so a shorter wait would send the message round at full speed until then.
+pub const SHORTEST_FREE_WAIT: Duration = Duration::from_secs(1);

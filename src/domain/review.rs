@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `invalid` | [`crate::wire::decode`], or intake when Postgres refuses to store the message |
 //! | `conflict`, `late` | [`super::arrival`], when an arrival's id or key is taken |
+//! | `looping` | intake, by [`super::loops`], when a failure is stored under a new id |
 //! | all others | [`Evidence::reason`], when a failure arrives, when its task is claimed, and when its message could not be sent |
 
 use super::{budget::Budget, classify::ErrorClass};
@@ -29,6 +30,9 @@ pub enum Reason {
     Conflict,
     /// The id belongs to a message that has already ended.
     Late,
+    /// The same body came to the same queue under new ids, more often than its retries
+    /// allow.
+    Looping,
 }
 
 text_form!(Reason {
@@ -40,6 +44,7 @@ text_form!(Reason {
     Invalid => "invalid",
     Conflict => "conflict",
     Late => "late",
+    Looping => "looping",
 });
 
 impl Reason {

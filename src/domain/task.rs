@@ -9,6 +9,7 @@ use super::{
     attempt,
     budget::Budget,
     classify::ErrorClass,
+    limits::SHORTEST_FREE_WAIT,
     policy::Policy,
     review::{Evidence, Reason},
 };
@@ -86,6 +87,8 @@ pub struct NewTask {
     pub not_before_ms: Option<i64>,
     /// The producer's word on when the message first failed, in Unix ms.
     pub first_failed_at_ms: Option<i64>,
+    /// The attempt that failed, if the failure names it.
+    pub attempt: Option<Uuid>,
     /// Retries made and retries allowed, as the producer and the policy say.
     pub budget: Budget,
     /// The policy that governs the message.
@@ -130,7 +133,7 @@ impl NewTask {
         }
         match (self.class, self.retry_after) {
             (ErrorClass::RateLimited, Some(wait)) => Next::Retry {
-                delay: wait,
+                delay: wait.max(SHORTEST_FREE_WAIT),
                 free: true,
             },
             _ => Next::Retry {
@@ -138,6 +141,11 @@ impl NewTask {
                 free: false,
             },
         }
+    }
+
+    /// Whether the failure itself says that another try cannot help.
+    pub fn is_final(&self) -> bool {
+        self.terminal || self.class == ErrorClass::Final
     }
 
     /// Where the idempotency key is unique.

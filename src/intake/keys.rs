@@ -7,7 +7,7 @@ use sha2::{Digest, Sha256};
 
 use crate::{
     domain::{
-        arrival::{Applied, KeyMatch},
+        arrival::{Applied, KeyMatch, Since},
         review::Reason,
         task::NewTask,
     },
@@ -44,7 +44,8 @@ pub(super) async fn sort<'t>(
     }
     let taken = tx.take_keys(&wanted, life).await?;
     let others: Vec<&Key> = wanted.keys().filter(|key| !taken.contains(key)).collect();
-    // What each key was applied to: by others before, and by this batch so far.
+    // What each key was applied to, and what became of that: by others before, and by
+    // this batch so far.
     let mut known = tx.look_up_keys(&others).await?;
     for task in tasks {
         let Some(key) = key_of(task) else {
@@ -52,9 +53,10 @@ pub(super) async fn sort<'t>(
             continue;
         };
         let arriving = applied(task);
-        match known.get(&key).map(|before| before.meets(&arriving)) {
+        let met = known.get(&key);
+        match met.map(|(before, since)| before.meets(&arriving, *since)) {
             None | Some(KeyMatch::Next) => {
-                known.insert(key, arriving);
+                known.insert(key, (arriving, Since::Held));
                 sorted.fresh.push(task);
             }
             Some(KeyMatch::Same) => sorted.hits.push((task, key)),

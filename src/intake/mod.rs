@@ -1,6 +1,8 @@
 //! Intake: the broker's deliveries become rows, and only then are acknowledged.
 
+mod effects;
 mod keys;
+mod loops;
 mod recorder;
 
 use std::{sync::Arc, time::Duration};
@@ -9,6 +11,7 @@ use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+pub use loops::Loops;
 pub use recorder::Recorder;
 
 use crate::{

@@ -2,10 +2,7 @@
 
 use std::{
     collections::{HashMap, HashSet},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::Arc,
     time::Duration,
 };
 
@@ -14,21 +11,20 @@ use tokio_util::sync::CancellationToken;
 use tracing::warn;
 use uuid::Uuid;
 
-use super::keys::{self, Sorted, key_of};
+use super::{
+    Loops,
+    effects::{Effect, Teller},
+    keys::{self, Sorted, key_of},
+};
 use crate::{
     backoff::Backoff,
     dispatcher::Wake,
     domain::{
-        UnknownText,
         arrival::Arrival,
         review::Reason,
         task::{NewTask, Next},
     },
-    observe::{
-        audit,
-        metrics::{IntakeOutcome, Metrics},
-        telemetry::chain,
-    },
+    observe::{audit, metrics::Metrics, telemetry::chain},
     plant::Bug,
     store::{
         Store, StoreError,
@@ -46,58 +42,13 @@ const LOST_COMMIT_PATIENCE: Duration = Duration::from_secs(5);
 pub struct Recorder {
     pub(super) store: Store,
     pub(super) rules: Arc<Rules>,
-    wake: Arc<Wake>,
-    metrics: Arc<Metrics>,
+    teller: Teller,
     key_life: Duration,
-    /// Whether the warning about a newer version's row was logged; it is logged once.
-    told_of_unknown: Arc<AtomicBool>,
-}
-
-/// What storing a task did, to be told once it is durable.
-enum Effect<'t> {
-    /// A row was inserted, or went back to `pending`; it waits this long for its retry or
-    /// for review.
-    Stored {
-        planned: Planned<'t>,
-        delay: Duration,
-    },
-    /// The same under another id, because its own is another publication's.
-    Apart {
-        task: Box<NewTask>,
-        next: Next,
-        delay: Duration,
-    },
-    /// The task goes to review under another id, because its id or its key is taken.
-    Beside {
-        task: &'t NewTask,
-        stored_as: Uuid,
-        reason: Reason,
-    },
-    /// A waiting row already holds this failure.
-    Duplicate(&'t NewTask),
-    /// The failure's key was applied before, to the message with this id.
-    Hit {
-        task: &'t NewTask,
-        applied_to: Option<Uuid>,
-    },
-}
-
-impl Effect<'_> {
-    /// The id of a row that this transaction inserted or sent back to `pending`, by which a
-    /// lost COMMIT is looked up.
-    fn stored_as(&self) -> Option<Uuid> {
-        match self {
-            Self::Stored { planned, .. } => Some(planned.task.message_id),
-            Self::Apart { task, .. } => Some(task.message_id),
-            Self::Beside { stored_as, .. } => Some(*stored_as),
-            Self::Duplicate(_) | Self::Hit { .. } => None,
-        }
-    }
 }
 
 /// What has been stored of a batch so far.
-#[derive(Default)]
 struct Progress<'t> {
+    started: Instant,
     effects: Vec<Effect<'t>>,
     /// The id under which the failure of each key is stored.
     applied: Vec<(Key, Uuid)>,
@@ -105,21 +56,25 @@ struct Progress<'t> {
 
 impl Recorder {
     /// Judges arrivals by `rules`, tells `wake` when the earliest of what was stored falls
-    /// due, and remembers an idempotency key for `key_life`.
+    /// due, looks out for `loops`, and remembers an idempotency key for `key_life`.
     pub fn new(
         store: Store,
         rules: Arc<Rules>,
         wake: Arc<Wake>,
         metrics: Arc<Metrics>,
+        loops: Arc<Loops>,
         key_life: Duration,
     ) -> Self {
         Self {
             store,
             rules,
-            wake,
-            metrics,
+            teller: Teller {
+                wake,
+                metrics,
+                loops,
+                told_of_unknown: Arc::default(),
+            },
             key_life,
-            told_of_unknown: Arc::default(),
         }
     }
 
@@ -178,8 +133,9 @@ impl Recorder {
             others,
         } = keys::sort(&mut tx, tasks, self.key_life).await?;
         let mut progress = Progress {
+            started,
             effects: Vec::with_capacity(tasks.len()),
-            ..Progress::default()
+            applied: Vec::new(),
         };
         for wave in waves(&fresh) {
             self.store_wave(&mut tx, wave, &mut progress).await?;
@@ -217,7 +173,7 @@ impl Recorder {
         for task in fresh.iter().filter(|t| t.idempotency_key.is_some()) {
             audit::key_recorded(task);
         }
-        self.tell(&effects, started);
+        self.teller.tell(&effects, started);
         Ok(())
     }
 
@@ -247,17 +203,27 @@ impl Recorder {
         // A second round is needed only when retention removes a known row between the
         // two statements: then its message is new after all.
         while !rest.is_empty() {
-            let planned: Vec<Planned<'t>> = rest
+            let cases: HashMap<Uuid, NewTask> = rest
                 .iter()
+                .filter_map(|task| self.teller.loops.case(task, progress.started))
+                .map(|case| (case.message_id, case))
+                .collect();
+            let planned: Vec<Planned<'_>> = rest
+                .iter()
+                .map(|task| cases.get(&task.message_id).unwrap_or(task))
                 .map(|task| plan(task, task.budget.retry_count))
                 .collect();
             let inserted = tx.insert_new(&planned).await?;
-            for planned in planned {
-                let id = planned.task.message_id;
+            for (&task, planned) in rest.iter().zip(&planned) {
+                let id = task.message_id;
                 if let Some(&delay) = inserted.get(&id) {
-                    let key = key_of(planned.task).map(|key| (key, id));
+                    let key = key_of(task).map(|key| (key, id));
                     progress.applied.extend(key);
-                    progress.effects.push(Effect::Stored { planned, delay });
+                    progress.effects.push(Effect::Stored {
+                        planned: Planned { task, ..*planned },
+                        delay,
+                        new: true,
+                    });
                 }
             }
             rest.retain(|task| !inserted.contains_key(&task.message_id));
@@ -276,9 +242,22 @@ impl Recorder {
         tasks: &[&'t NewTask],
         progress: &mut Progress<'t>,
     ) -> Result<HashSet<Uuid>, StoreError> {
-        let Progress { effects, applied } = progress;
+        let Progress {
+            effects, applied, ..
+        } = progress;
         let by_id: HashMap<Uuid, &'t NewTask> = tasks.iter().map(|t| (t.message_id, *t)).collect();
         let rows = tx.lock_known(tasks).await?;
+        let doubtful: Vec<(i64, Uuid, &NewTask)> = rows
+            .iter()
+            .filter_map(|row| {
+                let task = *by_id.get(&row.message_id)?;
+                Some((row.id, row.names_another_attempt(task)?, task))
+            })
+            .collect();
+        let outdated = match doubtful.is_empty() {
+            true => HashSet::new(),
+            false => tx.note_outdated(&doubtful).await?,
+        };
         let mut again = Vec::new();
         let mut duplicates = Vec::new();
         let mut copies = Vec::new();
@@ -296,6 +275,7 @@ impl Recorder {
                 copies.push(copy);
             };
             match row.meets(task) {
+                _ if outdated.contains(&row.message_id) => effects.push(Effect::Outdated(task)),
                 Arrival::Again { retry_count } => again.push(plan(task, retry_count)),
                 Arrival::Duplicate(budget) => {
                     duplicates.push((row.id, budget));
@@ -309,7 +289,7 @@ impl Recorder {
                 }
                 Arrival::Beside(reason) => case(reason),
                 Arrival::BesideUnknown(reason, text) => {
-                    self.tell_of_unknown(row.id, &text);
+                    self.teller.tell_of_unknown(row.id, &text);
                     case(reason);
                 }
             }
@@ -324,6 +304,7 @@ impl Recorder {
                         .copied()
                         .unwrap_or_default(),
                     planned,
+                    new: false,
                 }
             }));
         }
@@ -356,74 +337,6 @@ impl Recorder {
             .collect();
         tx.insert_new(&planned).await?;
         Ok(())
-    }
-
-    /// Says once that a row is left alone because a newer version wrote it.
-    fn tell_of_unknown(&self, task_id: i64, text: &UnknownText) {
-        if !self.told_of_unknown.swap(true, Ordering::Relaxed) {
-            warn!(
-                task_id,
-                error = %text,
-                "a failure's id belongs to a row that a newer version wrote; the row is left \
-                 alone, and the failure goes to review as a conflict (told once)"
-            );
-        }
-    }
-
-    /// Updates the metrics, writes the log lines and wakes the dispatcher, once the batch
-    /// is durable.
-    fn tell(&self, effects: &[Effect<'_>], started: Instant) {
-        let mut soonest: Option<Duration> = None;
-        let mut due_in = |delay: Duration| {
-            soonest = Some(soonest.map_or(delay, |known| known.min(delay)));
-        };
-        for effect in effects {
-            match effect {
-                Effect::Stored { planned, delay } => {
-                    due_in(*delay);
-                    let (task, retry_count) = (planned.task, planned.retry_count);
-                    self.tell_of_stored(task, retry_count, planned.next, *delay);
-                }
-                Effect::Apart { task, next, delay } => {
-                    due_in(*delay);
-                    self.tell_of_stored(task, task.budget.retry_count, *next, *delay);
-                }
-                Effect::Beside {
-                    task,
-                    reason,
-                    stored_as,
-                } => {
-                    self.metrics.bound_for_review(*reason);
-                    due_in(Duration::ZERO);
-                    let retry_count = task.budget.retry_count;
-                    audit::bound_for_review(task, retry_count, *reason, *stored_as);
-                }
-                Effect::Duplicate(task) => {
-                    self.metrics.intake(IntakeOutcome::Duplicate);
-                    audit::duplicate(task);
-                }
-                Effect::Hit { task, applied_to } => {
-                    self.metrics.intake(IntakeOutcome::IdempotencyHit);
-                    audit::key_hit(task, *applied_to);
-                }
-            }
-        }
-        if let Some(delay) = soonest {
-            self.wake.at(started + delay);
-        }
-    }
-
-    fn tell_of_stored(&self, task: &NewTask, retry_count: i32, next: Next, delay: Duration) {
-        match next {
-            Next::Retry { .. } => {
-                self.metrics.scheduled(&task.queue);
-                audit::scheduled(task, retry_count, delay);
-            }
-            Next::Review(reason) => {
-                self.metrics.bound_for_review(reason);
-                audit::bound_for_review(task, retry_count, reason, task.message_id);
-            }
-        }
     }
 }
 

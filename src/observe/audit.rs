@@ -67,6 +67,13 @@ pub fn duplicate(task: &NewTask) {
     event!(info, Duplicate, task, policy: task.policy.name, "already waiting",);
 }
 
+/// A failure was of an attempt before the last.
+pub fn outdated(task: &NewTask) {
+    event!(info, Duplicate, task, policy: task.policy.name, "of an earlier attempt; nothing changes",
+        attempt_id = task.attempt.map(tracing::field::display),
+    );
+}
+
 /// A failure with this key was applied before, to the message with the id `applied_to`.
 pub fn key_hit(task: &NewTask, applied_to: Option<Uuid>) {
     event!(info, Idempotency, task, policy: task.policy.name, "applied before; nothing changes",

@@ -32,6 +32,7 @@ pub struct Metrics {
     duplicates: IntCounter,
     invalid: IntCounter,
     idempotency_hits: IntCounter,
+    suspected_loops: IntCounterVec,
     pub removed: IntCounterVec,
     pub rows_not_understood: IntGauge,
     pub reconnects: IntCounterVec,
@@ -101,9 +102,10 @@ impl Metrics {
             reviewed: counters(&r, "retries_reviewed_total", "Messages given to manual review, by reason", &["reason"])?,
             deferred: counter(&r, "retries_deferred_total", "Due tasks that the broker refused for now or did not confirm in time, or whose review queue could not be reached; they spend no attempt")?,
             intake: counters(&r, "retry_intake_total", "Deliveries by what became of them: scheduled, review, duplicate or idempotency_hit", &["outcome"])?,
-            duplicates: counter(&r, "retry_duplicates_total", "Deliveries of a failure that was already waiting")?,
+            duplicates: counter(&r, "retry_duplicates_total", "Deliveries of a failure that was already waiting, or of an attempt before the last")?,
             invalid: counter(&r, "retry_invalid_total", "Deliveries that could not be understood or were not allowed")?,
             idempotency_hits: counter(&r, "retry_idempotency_hits_total", "Deliveries whose idempotency key was applied before")?,
+            suspected_loops: counters(&r, "retry_suspected_loops_total", "Failures under a new id whose body had come to the same queue under other new ids more often than its retries allow; by what this instance saw", &["queue"])?,
             removed: counters(&r, "retry_removed_total", "Rows removed because they were older than their retention", &["kind"])?,
             rows_not_understood: gauge(&r, "retry_rows_not_understood", "Rows with a status, reason or class of a newer version, which this one leaves alone; by the last walk over the table")?,
             reconnects: counters(&r, "retry_reconnects_total", "Connections to RabbitMQ made after the first, by part", &["part"])?,
@@ -151,6 +153,14 @@ impl Metrics {
             }
         };
         self.intake.with_label_values(&[label]).inc();
+    }
+
+    /// Counts a failure of `queue` that seems to be one round of an endless loop, and returns
+    /// the queue's label.
+    pub fn suspected_loop<'q>(&self, queue: &'q str) -> &'q str {
+        let label = self.queues.label(queue);
+        self.suspected_loops.with_label_values(&[label]).inc();
+        label
     }
 
     /// Counts a message that is back in `queue`, `drift` after it was due.

@@ -1,6 +1,9 @@
 //! Failures arrive: insert what is new, lock what is known, apply decisions.
 
-use std::{collections::HashMap, time::Duration};
+use std::{
+    collections::{HashMap, HashSet},
+    time::Duration,
+};
 
 use chrono::{DateTime, Utc};
 use sha2::{Digest, Sha256};
@@ -92,13 +95,14 @@ pub(super) static INSERT: Statement = Statement::new("insert new", || {
     )
 });
 
-/// A message that was sent back and failed again waits again. Its first failure and
+/// A message that was sent back and failed again waits again; one that waits, and of which
+/// another report says that no try can help, waits for review. Its first failure and
 /// its expiry stay. When its body is another one than before, the event says so.
 pub(super) static FAIL_AGAIN: Statement = Statement::new("fail again", || {
     let (kind, instance) = (literal(EventKind::Scheduled), next_parameter());
     let events = Event {
         detail: "c.detail",
-        was: "'retried'",
+        was: "c.was",
         delay_ms: "c.delay_ms",
         error: "c.error_reason",
         ..Event::of("updated", &kind, &instance)
@@ -118,7 +122,7 @@ pub(super) static FAIL_AGAIN: Statement = Statement::new("fail again", || {
                 priority = d.priority
             FROM timed d {}
             WHERE q.ctid = place.ctid
-            RETURNING q.message_id, q.error_reason, {DELAY_MS},
+            RETURNING q.message_id, q.error_reason, {DELAY_MS}, place.status AS was,
                       CASE WHEN place.original_payload <> q.original_payload THEN
                           'body changed from sha256 ' || encode(sha256(place.original_payload), 'hex')
                           || ' to sha256 ' || encode(sha256(q.original_payload), 'hex')
@@ -129,7 +133,7 @@ pub(super) static FAIL_AGAIN: Statement = Statement::new("fail again", || {
         place(
             "retry_queue",
             "message_id = d.message_id",
-            "ctid, original_payload"
+            "ctid, status, original_payload"
         ),
         changed(),
         events.insert(),
@@ -141,6 +145,7 @@ pub(super) static FAIL_AGAIN: Statement = Statement::new("fail again", || {
 /// was sent, and then this is no duplicate but the next failure.
 pub(super) static LOCK_KNOWN: Statement = Statement::new("lock known", || {
     "SELECT q.id, q.message_id, q.status, q.reason, q.error_class, q.retry_count, q.max_retries,
+            q.last_failed_at,
             CASE WHEN q.status = 'pending'
                  THEN q.original_queue = i.queue AND sha256(q.original_payload) = i.digest
                  ELSE FALSE END AS same_message
@@ -174,6 +179,42 @@ pub(super) static NOTE_DUPLICATES: Statement = Statement::new("note duplicates",
             RETURNING {}
         ) {}",
         place("retry_queue", "id = i.id", "ctid"),
+        changed(),
+        events.insert(),
+    )
+});
+
+/// Writes an event for each locked `retried` row whose message failed at an attempt before
+/// the last, and returns its id. History must prove that: the message, with this queue and
+/// body, was sent back at that attempt, and at another one later. Nothing else changes.
+pub(super) static NOTE_OUTDATED: Statement = Statement::new("note outdated", || {
+    let (kind, sent_back) = (literal(EventKind::Duplicate), literal(EventKind::SentBack));
+    let events = Event {
+        detail: "'of an earlier attempt'",
+        was: "c.status",
+        attempt_id: "c.attempt_id",
+        ..Event::of("outdated", &kind, "$5")
+    };
+    format!(
+        "WITH outdated AS (
+            SELECT q.message_id, i.attempt_id, {}
+            FROM unnest($1::bigint[], $2::uuid[], $3::text[], $4::bytea[])
+                AS i (id, attempt_id, queue, digest)
+            CROSS JOIN LATERAL (SELECT * FROM retry_queue WHERE id = i.id OFFSET 0) q
+            WHERE q.original_queue = i.queue AND sha256(q.original_payload) = i.digest
+              AND EXISTS (
+                  SELECT FROM retry_events named
+                  CROSS JOIN LATERAL (
+                      SELECT FROM retry_events later
+                      WHERE later.task_id = i.id AND later.id > named.id
+                        AND later.event_type = {sent_back} AND later.attempt_id <> i.attempt_id
+                      OFFSET 0
+                  ) later
+                  WHERE named.task_id = i.id AND named.event_type = {sent_back}
+                    AND named.attempt_id = i.attempt_id
+                  OFFSET 0)
+        ), events AS ({})
+        SELECT message_id FROM outdated",
         changed(),
         events.insert(),
     )
@@ -228,8 +269,8 @@ impl IntakeTx {
         self.store(&INSERT, batch).await
     }
 
-    /// Sends locked `retried` rows back to `pending` with their new failure, and
-    /// returns how long each has to wait.
+    /// Makes locked rows `pending` with their new failure, and returns how long each has
+    /// to wait.
     pub async fn fail_again(&mut self, batch: &[Planned<'_>]) -> Result<Delays, StoreError> {
         self.store(&FAIL_AGAIN, batch).await
     }
@@ -254,10 +295,7 @@ impl IntakeTx {
     pub async fn lock_known(&mut self, tasks: &[&NewTask]) -> Result<Vec<Known>, StoreError> {
         let ids: Vec<Uuid> = tasks.iter().map(|t| t.message_id).collect();
         let queues: Vec<&str> = tasks.iter().map(|t| t.queue.as_str()).collect();
-        let digests: Vec<Vec<u8>> = tasks
-            .iter()
-            .map(|t| Sha256::digest(&t.payload).to_vec())
-            .collect();
+        let digests: Vec<Vec<u8>> = tasks.iter().map(|t| digest(t)).collect();
         let query = sqlx::query_as(LOCK_KNOWN.text())
             .bind(&ids)
             .bind(&queues)
@@ -281,6 +319,27 @@ impl IntakeTx {
         Ok(())
     }
 
+    /// Of failures that name an attempt other than the last one of their locked row, notes
+    /// those that name an earlier one, and returns their ids.
+    pub async fn note_outdated(
+        &mut self,
+        failures: &[(i64, Uuid, &NewTask)],
+    ) -> Result<HashSet<Uuid>, StoreError> {
+        let ids: Vec<i64> = failures.iter().map(|(id, _, _)| *id).collect();
+        let attempts: Vec<Uuid> = failures.iter().map(|(_, attempt, _)| *attempt).collect();
+        let queues: Vec<&str> = failures.iter().map(|(_, _, t)| t.queue.as_str()).collect();
+        let digests: Vec<Vec<u8>> = failures.iter().map(|(_, _, t)| digest(t)).collect();
+        let instance = self.tx.instance.clone();
+        let query = sqlx::query_scalar(NOTE_OUTDATED.text())
+            .bind(&ids)
+            .bind(&attempts)
+            .bind(&queues)
+            .bind(&digests)
+            .bind(&*instance);
+        let outdated: Vec<Uuid> = self.tx.run(|c| query.fetch_all(c)).await?;
+        Ok(outdated.into_iter().collect())
+    }
+
     /// Commits. After an error the outcome is unknown: ask [`Store::was_stored`].
     pub async fn commit(self) -> Result<(), StoreError> {
         Point::BeforeIntakeCommit.pass();
@@ -301,8 +360,14 @@ impl FromRow<'_, PgRow> for Known {
                 max_retries: row.try_get("max_retries")?,
             },
             same_message: row.try_get("same_message")?,
+            last_failed_at: row.try_get("last_failed_at")?,
+            for_review: row.try_get::<Option<&str>, _>("reason")?.is_some(),
         })
     }
+}
+
+fn digest(task: &NewTask) -> Vec<u8> {
+    Sha256::digest(&task.payload).to_vec()
 }
 
 /// The status, if this version knows it, and the reason and class beside it.

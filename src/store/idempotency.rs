@@ -17,8 +17,9 @@ use super::{
     statement::{Statement, place},
 };
 use crate::domain::{
-    arrival::Applied,
+    arrival::{Applied, Since},
     event::{EventKind, KeyAction},
+    task::Status,
 };
 
 /// A producer's key with the scope in which it is unique.
@@ -72,14 +73,23 @@ pub(super) static TAKE: Statement = Statement::new("take keys", || {
         .to_owned()
 });
 
-/// What the keys were applied to.
+/// What the keys were applied to, and the tasks as they are. It locks the tasks, and so
+/// waits for whoever holds one: the dispatcher may be about to commit that the message was
+/// sent, and then the failure that has just arrived may be the next one.
 pub(super) static LOOK_UP: Statement = Statement::new("look up keys", || {
-    "SELECT k.* FROM unnest($1::text[], $2::text[]) AS i (scope, key)
-     CROSS JOIN LATERAL (
-         SELECT scope, key, retry_count, digest FROM idempotency_keys
-         WHERE scope = i.scope AND key = i.key OFFSET 0
-     ) k"
-    .to_owned()
+    "SELECT k.scope, k.key, k.retry_count, k.digest, q.status, q.retry_count AS task_retry_count
+     FROM (
+         SELECT k.* FROM unnest($1::text[], $2::text[]) AS i (scope, key)
+         CROSS JOIN LATERAL (
+             SELECT scope, key, retry_count, digest, task_id FROM idempotency_keys
+             WHERE scope = i.scope AND key = i.key OFFSET 0
+         ) k
+         ORDER BY task_id
+     ) k
+     LEFT JOIN LATERAL (
+         SELECT status, retry_count FROM retry_queue WHERE id = k.task_id FOR UPDATE
+     ) q ON TRUE"
+        .to_owned()
 });
 
 /// Writes down which task each key was applied to. [`TAKE`] has locked all keys of the
@@ -213,24 +223,26 @@ impl IntakeTx {
             .collect())
     }
 
-    /// Returns what these keys, which others took, were applied to.
+    /// Returns what these keys, which others took, were applied to, and what became of it.
     pub async fn look_up_keys(
         &mut self,
         keys: &[&Key],
-    ) -> Result<HashMap<Key, Applied>, StoreError> {
+    ) -> Result<HashMap<Key, (Applied, Since)>, StoreError> {
         let (scopes, names) = columns(keys.iter().copied());
-        let query = sqlx::query_as(LOOK_UP.text()).bind(&scopes).bind(&names);
-        let rows: Vec<(String, String, i32, Vec<u8>)> = self.tx.run(|c| query.fetch_all(c)).await?;
-        Ok(rows
-            .into_iter()
-            .map(|(scope, key, retry_count, digest)| {
-                let applied = Applied {
-                    retry_count,
-                    digest,
-                };
-                (Key { scope, key }, applied)
-            })
-            .collect())
+        let query = sqlx::query(LOOK_UP.text()).bind(&scopes).bind(&names);
+        let rows = self.tx.run(|c| query.fetch_all(c)).await?;
+        let known = rows.iter().map(|row| {
+            let key = Key {
+                scope: row.try_get("scope")?,
+                key: row.try_get("key")?,
+            };
+            let applied = Applied {
+                retry_count: row.try_get("retry_count")?,
+                digest: row.try_get("digest")?,
+            };
+            Ok((key, (applied, since(row)?)))
+        });
+        Ok(known.collect::<Result<_, sqlx::Error>>()?)
     }
 
     /// Writes down which stored message each taken key was applied to.
@@ -262,6 +274,18 @@ impl IntakeTx {
             .map(|(scope, key, message_id)| (Key { scope, key }, message_id))
             .collect())
     }
+}
+
+/// What became of a key's failure, by the status of its task.
+fn since(row: &PgRow) -> Result<Since, sqlx::Error> {
+    let status: Option<&str> = row.try_get("status")?;
+    Ok(match status.and_then(|status| status.parse().ok()) {
+        Some(Status::Retried) => Since::SentBack {
+            retry_count: row.try_get("task_retry_count")?,
+        },
+        Some(Status::Pending | Status::Failed | Status::Cancelled) => Since::Held,
+        None => Since::Unknown,
+    })
 }
 
 fn columns<'k>(keys: impl IntoIterator<Item = &'k Key>) -> (Vec<&'k str>, Vec<&'k str>) {

@@ -67,6 +67,7 @@ pub static STATEMENTS: &[&Statement] = &[
     &arrivals::LOCK_KNOWN,
     &arrivals::FAIL_AGAIN,
     &arrivals::NOTE_DUPLICATES,
+    &arrivals::NOTE_OUTDATED,
     &arrivals::WAS_STORED,
     &idempotency::TAKE,
     &idempotency::LOOK_UP,

@@ -39,7 +39,7 @@ pub(super) const RETRY_ID: &str = "x-retry-id";
 /// The header that says how many retries were made, this one included.
 pub(super) const RETRY_COUNT: &str = "x-retry-count";
 /// The header that carries the id of this one attempt.
-const ATTEMPT_ID: &str = "x-retry-attempt-id";
+pub(super) const ATTEMPT_ID: &str = "x-retry-attempt-id";
 /// The header that names the exchange that the message was first published to.
 pub(super) const ORIGINAL_EXCHANGE: &str = "x-original-exchange";
 /// The header that carries the routing key it was first published with.

@@ -2,7 +2,7 @@
 //! `ARCHITECTURE.md`, "It is stored", and the history that it leaves. `histories.rs` and
 //! `classes.rs` test idempotency keys.
 
-use retry_scheduler::wire::proto::RetryMessage;
+use retry_scheduler::wire::proto::{ErrorClass, RetryMessage};
 use uuid::Uuid;
 
 use crate::support::{Bed, Received, Running, eventually, message};
@@ -117,6 +117,43 @@ async fn said_again_while_it_waits_it_stays_one_row_whose_count_only_rises() {
     assert_eq!(review.message_id, id);
     assert_eq!(review.original_payload, b"body");
     until_history(&bed, id, &told).await;
+    ends_empty(&bed, service, &queue).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn said_to_be_final_while_it_waits_it_goes_to_review_at_once() {
+    let bed = patient_bed().await;
+    let queue = bed.declare("target").await;
+    let service = bed.start().await;
+    let by_class = RetryMessage {
+        error_class: ErrorClass::Final.into(),
+        error_reason: "no such customer".into(),
+        ..message(&queue, "by class")
+    };
+    let by_marker = RetryMessage {
+        error_reason: "schema changed [terminal]".into(),
+        ..message(&queue, "by marker")
+    };
+    for (hopeless, reason) in [(by_class, "final"), (by_marker, "terminal")] {
+        let id = hopeless.message_id.as_str();
+        let first = RetryMessage {
+            error_class: ErrorClass::Retryable.into(),
+            error_reason: "timeout".into(),
+            ..hopeless.clone()
+        };
+        bed.client.send(&bed.intake(), &first).await;
+        until_history(&bed, id, &[("scheduled", 0)]).await;
+        bed.client.send(&bed.intake(), &hopeless).await;
+        let review = next_review(&bed).await.review();
+        assert_eq!(review.reason, reason);
+        assert_eq!(review.message_id, id);
+        assert_eq!(review.error, hopeless.error_reason);
+        let told = [("scheduled", 0), ("scheduled", 0), ("retry_exhausted", 0)];
+        until_history(&bed, id, &told).await;
+        let body = std::str::from_utf8(&hopeless.original_payload).unwrap();
+        let ended = row("failed", 0, Some(reason), body);
+        assert_eq!(row_of(&bed, id).await, ended);
+    }
     ends_empty(&bed, service, &queue).await;
 }
 
@@ -292,6 +329,31 @@ async fn twice_in_one_batch_the_second_meets_what_the_first_did() {
     bed.make_due().await;
     let back = bed.client.consume(&queue).await.next().await;
     assert_eq!(back.number("x-retry-count"), Some(3));
+    ends_empty(&bed, service, &queue).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn final_twice_in_one_batch_is_one_case_for_review() {
+    let mut bed = patient_bed().await;
+    bed.set("INTAKE_LINGER_MS", "500");
+    let queue = bed.declare("target").await;
+    bed.client.declare(&bed.intake()).await;
+    let first = message(&queue, "body");
+    let hopeless = RetryMessage {
+        error_class: ErrorClass::Final.into(),
+        ..first.clone()
+    };
+    let batch = [first.clone(), hopeless.clone(), hopeless];
+    bed.client.send_all(&bed.intake(), &batch).await;
+    let service = bed.start().await;
+    assert_eq!(next_review(&bed).await.review().reason, "final");
+    let told = [
+        ("scheduled", 0),
+        ("scheduled", 0),
+        ("duplicate", 0),
+        ("retry_exhausted", 0),
+    ];
+    until_history(&bed, &first.message_id, &told).await;
     ends_empty(&bed, service, &queue).await;
 }
 

@@ -56,6 +56,25 @@ async fn a_rate_limited_message_without_a_hint_backs_off_and_spends_an_attempt()
     service.stop().await;
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_wait_that_spends_no_attempt_lasts_a_second_at_least() {
+    let bed = Bed::new().await;
+    let queue = bed.declare("limited").await;
+    let service = bed.start().await;
+    let mut inbox = bed.client.consume(&queue).await;
+    let sent = RetryMessage {
+        error_class: ErrorClass::RateLimited.into(),
+        retry_after_ms: Some(1),
+        ..message(&queue, "at once, please")
+    };
+    bed.client.send(&bed.intake(), &sent).await;
+    assert_eq!(inbox.next().await.number("x-retry-count"), Some(0));
+    let waited = "SELECT count(*) FROM retry_queue
+                  WHERE status = 'retried' AND next_retry_at - last_failed_at = interval '1 second'";
+    bed.until_count(waited, 1).await;
+    service.stop().await;
+}
+
 /// Of four tasks, one failed long ago and is due again, two are new, and one is not due
 /// yet. They are claimed in the order in which they fell due, whatever their age.
 #[tokio::test(flavor = "multi_thread")]

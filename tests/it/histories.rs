@@ -13,6 +13,7 @@ use retry_scheduler::{
         policy::{Jitter, Policy, PolicyBook},
         review::Reason,
         settlement::Settlement,
+        task::Status,
     },
     intake::Recorder,
     janitor::Janitor,
@@ -22,7 +23,10 @@ use retry_scheduler::{
         dispatch::{Claim, LaneCursor},
         maintenance::Retention,
     },
-    wire::{Arrived, Rules, Source, proto::RetryMessage},
+    wire::{
+        Arrived, Rules, Source,
+        proto::{ErrorClass, HeaderValue, Properties, RetryMessage, header_value::Kind},
+    },
 };
 use uuid::Uuid;
 
@@ -55,6 +59,7 @@ fn recorder_of(bed: &Bed, store: &Store, source: Source) -> Recorder {
         }),
         Default::default(),
         Arc::new(Metrics::new(10).unwrap()),
+        Default::default(),
         Duration::from_secs(3600),
     )
 }
@@ -367,6 +372,68 @@ async fn a_key_drops_only_what_is_provably_the_same_failure() {
     assert_eq!(bed.count(hits).await, 1);
 }
 
+/// A retry after a rate limit spends no attempt, so the next failure of the message has the
+/// count of the one before, and maybe its key. Only the row tells that the message was sent
+/// back in between.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_key_does_not_drop_the_failure_after_a_retry_that_spent_nothing() {
+    let bed = Bed::new().await;
+    bed.migrate().await;
+    let store = Store::open(&bed.settings(), "test").unwrap();
+    let recorder = recorder(&bed, &store);
+    let id = Uuid::now_v7();
+    let failure = || Arrived {
+        body: RetryMessage {
+            message_id: id.to_string(),
+            original_queue: "q".into(),
+            error_class: ErrorClass::RateLimited.into(),
+            retry_after_ms: Some(1),
+            idempotency_key: "one key for all".into(),
+            ..Default::default()
+        }
+        .encode_to_vec(),
+        properties: Default::default(),
+        redelivered: false,
+    };
+    let pending = "SELECT count(*) FROM retry_queue WHERE status = 'pending'";
+    let hits =
+        "SELECT count(*) FROM retry_events WHERE event_type = 'idempotency' AND detail = 'hit'";
+    let claim = async || {
+        bed.make_due().await;
+        let claim = store.claim(10, 1 << 20).await.unwrap();
+        assert_eq!(claim.tasks.len(), 1);
+        claim
+    };
+    let sent_back = Settlement::SentBack { retry_count: 0 };
+    recorder.record(vec![failure()]).await.unwrap();
+    recorder.record(vec![failure()]).await.unwrap();
+    assert_eq!(bed.count(hits).await, 1, "while it waits it is the same");
+
+    settle_first(claim().await, sent_back.clone()).await;
+    recorder.record(vec![failure(), failure()]).await.unwrap();
+    assert_eq!(
+        bed.count(pending).await,
+        1,
+        "after its retry it is the next"
+    );
+    assert_eq!(bed.count(hits).await, 2, "and was reported twice");
+
+    // The consumer may be faster than the dispatcher's COMMIT.
+    let claim = claim().await;
+    let again = tokio::spawn({
+        let (recorder, failure) = (recorder.clone(), failure());
+        async move { recorder.record(vec![failure]).await }
+    });
+    let waiting = "SELECT count(*) FROM pg_stat_activity
+                   WHERE datname = current_database() AND wait_event_type = 'Lock'";
+    bed.until_count(waiting, 1).await;
+    settle_first(claim, sent_back).await;
+    again.await.unwrap().unwrap();
+    assert_eq!(bed.count(pending).await, 1);
+    assert_eq!(bed.count(hits).await, 2);
+    assert_eq!(bed.count("SELECT count(*) FROM retry_queue").await, 1);
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn what_expired_and_cannot_be_sent_waits_like_all_else() {
     let bed = Bed::new().await;
@@ -472,4 +539,83 @@ async fn a_dead_letter_delivered_again_is_one_task_and_an_equal_one_is_another()
     recorder.record(two).await.unwrap();
     assert_eq!(bed.count(tasks).await, 3, "two more, in one batch");
     assert_eq!(bed.count("SELECT count(*) FROM retry_queue").await, 3);
+}
+
+/// The acknowledgement of a failure may be lost, and its message sent back before the broker
+/// delivers the failure again. The failure names its attempt, and history knows that a later
+/// one was made.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_failure_of_an_attempt_before_the_last_changes_nothing() {
+    let bed = Bed::new().await;
+    bed.migrate().await;
+    let store = Store::open(&bed.settings(), "test").unwrap();
+    let recorder = recorder(&bed, &store);
+    let id = Uuid::now_v7();
+    // A handler that passes on the headers of the message that failed.
+    let failure = |attempt: Option<Uuid>, body: &str| {
+        let text = |id: Uuid| HeaderValue {
+            kind: Some(Kind::Text(id.to_string())),
+        };
+        let headers = attempt.map(|attempt| ("x-retry-attempt-id".to_owned(), text(attempt)));
+        Arrived {
+            body: RetryMessage {
+                message_id: id.to_string(),
+                original_queue: "q".into(),
+                original_payload: body.into(),
+                max_retries: 9,
+                properties: Some(Properties {
+                    headers: headers.into_iter().collect(),
+                    ..Default::default()
+                }),
+                ..Default::default()
+            }
+            .encode_to_vec(),
+            properties: Default::default(),
+            redelivered: true,
+        }
+    };
+    let sent_back = async || {
+        bed.make_due().await;
+        let claim = store.claim(10, 1 << 20).await.unwrap();
+        let (attempt, retry_count) = (claim.tasks[0].attempt_id(), claim.tasks[0].next_count());
+        settle_first(claim, Settlement::SentBack { retry_count }).await;
+        attempt
+    };
+    let pending = "SELECT count(*) FROM retry_queue WHERE status = 'pending'";
+    recorder.record(vec![failure(None, "body")]).await.unwrap();
+    let first = sent_back().await;
+    let of_first = || failure(Some(first), "body");
+    recorder.record(vec![of_first()]).await.unwrap();
+    assert_eq!(bed.count(pending).await, 1, "the first retry failed");
+    let second = sent_back().await;
+    assert_ne!(first, second);
+
+    recorder.record(vec![of_first(), of_first()]).await.unwrap();
+    assert_eq!(bed.count(pending).await, 0, "it is known already");
+    let told = "SELECT count(*) FROM retry_events WHERE event_type = 'duplicate'
+                AND status = 'retried' AND detail = 'of an earlier attempt'";
+    assert_eq!(bed.count(told).await, 2);
+    let row: i64 = bed.count("SELECT id FROM retry_queue").await;
+    let state = replay(&events(&bed, row).await).unwrap();
+    assert_eq!((state.status, state.retry_count), (Status::Retried, 2));
+
+    let of_second = failure(Some(second), "body");
+    recorder.record(vec![of_second]).await.unwrap();
+    assert_eq!(bed.count(pending).await, 1, "the second retry failed");
+    sent_back().await;
+
+    // A consumer may put the headers of one message on another one, which must not be lost.
+    let other = failure(Some(first), "other");
+    recorder.record(vec![other]).await.unwrap();
+    assert_eq!(bed.count(pending).await, 1, "another body is no old news");
+    sent_back().await;
+
+    // Without proof in history a failure is taken for the next one.
+    sqlx::query("DELETE FROM retry_events")
+        .execute(&bed.db)
+        .await
+        .unwrap();
+    let other = failure(Some(first), "other");
+    recorder.record(vec![other]).await.unwrap();
+    assert_eq!(bed.count(pending).await, 1, "nothing tells that it is old");
 }

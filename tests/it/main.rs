@@ -33,6 +33,7 @@ mod inputs;
 mod instances;
 mod keys;
 mod lines;
+mod loops;
 mod losing;
 mod migrating;
 mod newer;

@@ -156,6 +156,7 @@ async fn a_batch_finds_its_rows_by_key_whatever_postgres_believes() {
         "lock known",
         "fail again",
         "note duplicates",
+        "note outdated",
         "look up keys",
         "attach keys",
         "record hits",

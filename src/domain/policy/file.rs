@@ -6,7 +6,7 @@ use globset::{Glob, GlobSet, GlobSetBuilder};
 use serde::de::DeserializeOwned;
 use toml::{Table, Value};
 
-use super::{ErrorPattern, Identity, Jitter, MOST_RETRIES, Policy, PolicyError};
+use super::{ErrorPattern, Identity, Jitter, Loops, MOST_RETRIES, Policy, PolicyError};
 
 /// The table that replaces the default.
 pub(super) const DEFAULT: &str = "default";
@@ -80,6 +80,7 @@ impl Chapter {
                 "retryable" => policy.retryable = entry.patterns()?,
                 "non_retryable" => policy.non_retryable = entry.patterns()?,
                 "identity" => policy.identity = entry.identity()?,
+                "loops" => policy.loops = entry.loops()?,
                 "categories" => categories = entry.categories()?,
                 // The default takes what nothing else matches: a pattern of its own could only mislead.
                 "queues" if name == DEFAULT => {
@@ -169,6 +170,14 @@ impl Entry<'_> {
         }
     }
 
+    fn loops(&self) -> Result<Loops, PolicyError> {
+        match self.value.as_str() {
+            Some("warn") => Ok(Loops::Warn),
+            Some("review") => Ok(Loops::Review),
+            _ => Err(self.refuse("must be \"warn\" or \"review\"")),
+        }
+    }
+
     fn patterns(&self) -> Result<Vec<ErrorPattern>, PolicyError> {
         let patterns: Vec<String> = self.read()?;
         let parsed = patterns.iter().map(|pattern| ErrorPattern::parse(pattern));
@@ -231,6 +240,7 @@ mod tests {
             retryable = ["timeout"]
             non_retryable = ["http 4*"]
             identity = "payload"
+            loops = "review"
             categories = ["BILLING"]
             queues = ["billing.*"]
             "#,
@@ -248,6 +258,7 @@ mod tests {
             retryable: vec![ErrorPattern::parse("timeout").unwrap()],
             non_retryable: vec![ErrorPattern::parse("http 4*").unwrap()],
             identity: Identity::Payload,
+            loops: Loops::Review,
         };
         assert_eq!(**book.choose("BILLING", "any"), expected);
         assert_eq!(**book.choose("", "billing.invoices.v2"), expected);
@@ -357,6 +368,7 @@ mod tests {
                 "identity = \"body\"",
                 "identity: must be \"message_id\" or \"payload\"",
             ),
+            ("loops = true", "loops: must be \"warn\" or \"review\""),
             (
                 "categories = [\"\"]",
                 "categories: a category must not be empty",
@@ -411,7 +423,7 @@ mod tests {
 
         #[test]
         fn parse_never_panics_on_what_looks_like_a_policy(
-            key in "max_retries|max_attempts|base_delay|multiplier|max_delay|max_age|jitter|retryable|identity|categories|queues",
+            key in "max_retries|max_attempts|base_delay|multiplier|max_delay|max_age|jitter|retryable|identity|loops|categories|queues",
             value in prop_oneof![
                 "[-0-9.a-z\"'\\[\\]{}=, *?!\\\\]{0,24}",
                 "-?[0-9]{1,25}",

@@ -40,6 +40,8 @@ pub struct Policy {
     pub non_retryable: Vec<ErrorPattern>,
     /// What makes two failures the same message.
     pub identity: Identity,
+    /// What happens to a message that comes back under new ids.
+    pub loops: Loops,
 }
 
 /// How one random number changes the capped delay.
@@ -75,6 +77,15 @@ pub enum Identity {
     Payload,
 }
 
+/// What happens to a message that comes back under new ids more often than its retries allow.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Loops {
+    /// It is retried, counted, and told of in the log.
+    Warn,
+    /// It goes to review, too.
+    Review,
+}
+
 /// Why a policy or a policy file is refused, in one line that names the policy and the key.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
@@ -96,6 +107,7 @@ impl Default for Policy {
             retryable: Vec::new(),
             non_retryable: Vec::new(),
             identity: Identity::MessageId,
+            loops: Loops::Warn,
         }
     }
 }
@@ -121,6 +133,9 @@ impl fmt::Display for Policy {
         write!(f, ", within {}", time(self.max_age))?;
         if self.identity == Identity::Payload {
             write!(f, ", identity payload")?;
+        }
+        if self.loops == Loops::Review {
+            write!(f, ", loops review")?;
         }
         for (what, patterns) in [
             ("non_retryable", &self.non_retryable),

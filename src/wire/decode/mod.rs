@@ -12,8 +12,11 @@ use uuid::Uuid;
 
 use super::{
     cut, headers,
-    proto::{ErrorClass as WireClass, Priority as WirePriority, RetryMessage},
-    storable,
+    proto::{
+        ErrorClass as WireClass, Priority as WirePriority, Properties, RetryMessage,
+        header_value::Kind,
+    },
+    republish, storable,
 };
 use crate::domain::{
     budget::Budget,
@@ -119,6 +122,7 @@ fn invalid(
         retry_after: None,
         not_before_ms: None,
         first_failed_at_ms: None,
+        attempt: None,
         budget: Budget::default(),
         policy: policy.clone(),
         priority: Priority::Live,
@@ -209,6 +213,7 @@ fn validate(message: RetryMessage, rules: &Rules, fresh: fn() -> Uuid) -> Result
         retry_after,
         not_before_ms: moment("next_retry_at_ms", message.next_retry_at_ms)?,
         first_failed_at_ms: moment("first_failed_at_ms", message.first_failed_at_ms)?,
+        attempt: attempt(&given),
         budget: Budget {
             retry_count,
             max_retries,
@@ -240,6 +245,15 @@ fn queue_name(queue: String, allowed: &AllowedQueues) -> Result<String, String> 
     match allowed.refusal(&queue) {
         Some(why) => Err(format!("original_queue {queue:?} is refused: {why}")),
         None => Ok(queue),
+    }
+}
+
+/// The attempt that failed. A dead letter bears our header, and so does a RetryMessage
+/// with the headers of the message that failed.
+fn attempt(properties: &Properties) -> Option<Uuid> {
+    match &properties.headers.get(republish::ATTEMPT_ID)?.kind {
+        Some(Kind::Text(id)) => Uuid::try_parse(id).ok(),
+        _ => None,
     }
 }
 
@@ -545,5 +559,31 @@ mod tests {
         assert!(!unseen("", true));
         // Or a consumer that drops our headers would get a fresh budget at each death.
         assert!(!unseen("[policy.default]\nidentity = \"payload\"", false));
+    }
+
+    #[test]
+    fn a_later_death_names_the_attempt_that_failed() {
+        let named = |attempt: AMQPValue| {
+            let mut death = FieldTable::default();
+            death.insert("queue".into(), AMQPValue::LongString("orders".into()));
+            let deaths = AMQPValue::FieldArray(vec![AMQPValue::FieldTable(death)].into());
+            let mut headers = FieldTable::default();
+            headers.insert("x-death".into(), deaths);
+            headers.insert("x-retry-attempt-id".into(), attempt);
+            let arrived = Arrived {
+                body: b"body".to_vec(),
+                properties: BasicProperties::default().with_headers(headers),
+                redelivered: false,
+            };
+            let rules = Rules {
+                source: Source::DeadLetters,
+                ..rules()
+            };
+            decode(arrived, &rules, || FRESH).attempt
+        };
+        let id = AMQPValue::LongString(FRESH.to_string().into());
+        assert_eq!(named(id), Some(FRESH));
+        assert_eq!(named(AMQPValue::LongString("the first".into())), None);
+        assert_eq!(named(AMQPValue::LongInt(1)), None);
     }
 }

@@ -62,12 +62,21 @@ fn check(before: Option<&State>, event: &Event) -> Result<(), String> {
     let (from, to) = (event.from, event.to);
     let legal = match event.kind {
         EventKind::Scheduled => {
-            matches!(from, None | Some(Status::Retried)) && to == Status::Pending
+            // While it waits, a message is scheduled anew only for review.
+            let from = match from {
+                Some(Status::Pending) => event.reason.is_some(),
+                from => matches!(from, None | Some(Status::Retried)),
+            };
+            from && to == Status::Pending
         }
         EventKind::SentBack => from == Some(Status::Pending) && to == Status::Retried,
         EventKind::Reviewed => from == Some(Status::Pending) && to == Status::Failed,
-        EventKind::Returned | EventKind::Deferred | EventKind::Duplicate => {
+        EventKind::Returned | EventKind::Deferred => {
             from == Some(Status::Pending) && to == Status::Pending
+        }
+        // Of an attempt before the last, a failure may come late.
+        EventKind::Duplicate => {
+            matches!(from, Some(Status::Pending | Status::Retried)) && from == Some(to)
         }
         EventKind::Idempotency => from == Some(to),
     };
