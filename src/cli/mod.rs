@@ -2,6 +2,7 @@
 
 mod check_config;
 mod idempotency;
+mod move_place;
 mod probe;
 mod send;
 mod serve;
@@ -42,6 +43,15 @@ enum Command {
     },
     /// Apply the database migrations and exit.
     Migrate,
+    /// Give the database to another broker, virtual host or intake queue.
+    ///
+    /// A database belongs to the place of the first instance that started on it: the broker and the virtual host of
+    /// RABBITMQ_URL, and RETRY_QUEUE. Instances elsewhere refuse to start, because messages that wait go back to queues by
+    /// name, and every virtual host may have queues of these names.
+    ///
+    /// To move it, stop all instances, see that the queues exist at the new place, and run this with the settings of the
+    /// new place. It prints from where to where. An instance that is still running at the old place ends within seconds.
+    Move(move_place::Move),
     /// Check the settings and the policies, and print them, passwords hidden.
     CheckConfig,
     /// Ask the service running on this machine whether it is ready; exit 1 and say what is down if it is not.
@@ -60,6 +70,7 @@ impl Cli {
         match self.command.unwrap_or(Command::Serve { dry_run: false }) {
             Command::Serve { dry_run } => serve::run(settings, dry_run).await,
             Command::Migrate => migrate(&settings).await,
+            Command::Move(to) => to.run(&settings).await,
             Command::CheckConfig => check_config::run(&settings),
             Command::Probe => probe::run(&settings).await,
             Command::Send(send) => send.run(&settings).await,
@@ -74,4 +85,11 @@ async fn migrate(settings: &Settings) -> anyhow::Result<()> {
     Store::open(settings, &instance)?.migrate().await?;
     println!("The database is up to date.");
     Ok(())
+}
+
+/// The operator's name for what is recorded: the login name, marked as coming from the
+/// command line.
+fn actor() -> String {
+    let user = std::env::var("USER").or_else(|_| std::env::var("LOGNAME"));
+    format!("command line: {}", user.as_deref().unwrap_or("unknown"))
 }

@@ -6,7 +6,8 @@
 //! people), [`arrival`] (what a failure means for a row that has its id),
 //! [`settlement`] (how a claimed row ends), [`event`] (the words of history),
 //! [`attempt`] and [`idempotency`] (ids and keys that can be computed again),
-//! [`queues`] and [`limits`] (what is allowed).
+//! [`queues`] and [`limits`] (what is allowed), [`place`] (where a database's messages
+//! come from and go to).
 
 #[macro_use]
 mod text;
@@ -17,6 +18,7 @@ pub mod classify;
 pub mod event;
 pub mod idempotency;
 pub mod limits;
+pub mod place;
 pub mod policy;
 pub mod queues;
 pub mod review;

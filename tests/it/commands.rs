@@ -65,6 +65,7 @@ async fn help_names_every_command() {
     for command in [
         "serve",
         "migrate",
+        "move",
         "check-config",
         "probe",
         "send",
@@ -99,7 +100,7 @@ async fn without_migrations_it_stays_unready_until_somebody_applies_them() {
     // back again and again, and a quorum queue drops what was handed back too often.
     let sent = run(&bed, &["send", "--queue", &queue, "--payload", "patience"]).await;
     assert_eq!(sent.status.code(), Some(0), "{}", text(&sent.stderr));
-    service.until_logged("intake cannot subscribe yet").await;
+    service.until_logged("not settled yet which place").await;
     for _ in 0..3 {
         let (status, body) = service.get("/ready").await;
         assert_eq!(status, 503, "{body}");

@@ -37,6 +37,7 @@ mod losing;
 mod migrating;
 mod newer;
 mod pipeline;
+mod places;
 mod plans;
 mod standing;
 mod stopping;
