@@ -121,14 +121,7 @@ impl App {
         let health = Health::default();
         let wake = Arc::new(Wake::default());
         let settings = &self.settings;
-        let rules = Rules {
-            book: self.book.clone(),
-            allowed: settings.allowed_queues.clone(),
-            intake_queue: settings.retry_queue.clone(),
-            source: Source::RetryMessages,
-            max_retries_limit: settings.max_retries_limit,
-            max_payload_bytes: settings.max_payload_bytes,
-        };
+        let rules = rules(settings, self.book.clone());
         let mut intakes = vec![self.intake(rules.clone(), &wake, health.part("consumer"))];
         if let Some(queue) = &settings.dead_letter_queue {
             let rules = Rules {
@@ -317,6 +310,18 @@ impl Start {
 async fn unfailing(run: impl Future<Output = ()>) -> Result<(), Unsettled> {
     run.await;
     Ok(())
+}
+
+/// What RetryMessages are judged by.
+pub(crate) fn rules(settings: &Settings, book: PolicyBook) -> Rules {
+    Rules {
+        book,
+        allowed: settings.allowed_queues.clone(),
+        intake_queue: settings.retry_queue.clone(),
+        source: Source::RetryMessages,
+        max_retries_limit: settings.max_retries_limit,
+        max_payload_bytes: settings.max_payload_bytes,
+    }
 }
 
 /// The policies in force: the default comes from the settings, the others from the file

@@ -1,5 +1,6 @@
 //! Intake: the broker's deliveries become rows, and only then are acknowledged.
 
+mod import;
 mod keys;
 mod recorder;
 
@@ -9,6 +10,7 @@ use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+pub use import::{Import, Imported};
 pub use recorder::Recorder;
 
 use crate::{

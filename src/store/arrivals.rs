@@ -207,7 +207,7 @@ impl Store {
     /// moment is stored: Postgres's own word on a transaction is not enough, because
     /// after a crash another one may have got the same name.
     pub async fn was_stored(&self, ids: &[Uuid], mark: &Mark) -> Result<Option<bool>, StoreError> {
-        let query = sqlx::query_as(WAS_STORED.text())
+        let query = sqlx::query_as(self.sql.of(&WAS_STORED))
             .bind(ids)
             .bind(mark.at)
             .bind(&mark.xid);
@@ -240,7 +240,7 @@ impl IntakeTx {
         batch: &[Planned<'_>],
     ) -> Result<Delays, StoreError> {
         let instance = self.tx.instance.clone();
-        let query = Columns::of(batch).bind(sqlx::query(statement.text()));
+        let query = Columns::of(batch).bind(sqlx::query(self.tx.sql.of(statement)));
         let query = query.bind(&*instance);
         let stored = self.tx.run(|c| query.fetch_all(c)).await?;
         let delays = stored.iter().map(|row| {
@@ -258,7 +258,7 @@ impl IntakeTx {
             .iter()
             .map(|t| Sha256::digest(&t.payload).to_vec())
             .collect();
-        let query = sqlx::query_as(LOCK_KNOWN.text())
+        let query = sqlx::query_as(self.tx.sql.of(&LOCK_KNOWN))
             .bind(&ids)
             .bind(&queues)
             .bind(&digests);
@@ -272,7 +272,7 @@ impl IntakeTx {
         let counts: Vec<i32> = rows.iter().map(|(_, budget)| budget.retry_count).collect();
         let spent: Vec<bool> = rows.iter().map(|(_, budget)| budget.is_spent()).collect();
         let instance = self.tx.instance.clone();
-        let query = sqlx::query(NOTE_DUPLICATES.text())
+        let query = sqlx::query(self.tx.sql.of(&NOTE_DUPLICATES))
             .bind(&ids)
             .bind(&counts)
             .bind(&spent)

@@ -152,7 +152,9 @@ pub(super) static CLEAR: Statement = Statement::new("clear a key", || {
 impl Store {
     /// Returns what is remembered under a key, if anything is.
     pub async fn show_key(&self, key: &Key) -> Result<Option<Remembered>, StoreError> {
-        let query = sqlx::query_as(SHOW.text()).bind(&key.scope).bind(&key.key);
+        let query = sqlx::query_as(self.sql.of(&SHOW))
+            .bind(&key.scope)
+            .bind(&key.key);
         self.within(query.fetch_optional(&self.pool)).await
     }
 
@@ -164,7 +166,7 @@ impl Store {
     ) -> Result<Option<Remembered>, StoreError> {
         let mut tx = self.begin().await?;
         let instance = tx.instance.clone();
-        let query = sqlx::query_as(CLEAR.text())
+        let query = sqlx::query_as(self.sql.of(&CLEAR))
             .bind(&key.scope)
             .bind(&key.key)
             .bind(actor)
@@ -200,7 +202,7 @@ impl IntakeTx {
         let (scopes, names) = columns(wanted.keys());
         let counts: Vec<i32> = wanted.values().map(|a| a.retry_count).collect();
         let digests: Vec<&[u8]> = wanted.values().map(|a| a.digest.as_slice()).collect();
-        let query = sqlx::query_as(TAKE.text())
+        let query = sqlx::query_as(self.tx.sql.of(&TAKE))
             .bind(&scopes)
             .bind(&names)
             .bind(&counts)
@@ -219,7 +221,9 @@ impl IntakeTx {
         keys: &[&Key],
     ) -> Result<HashMap<Key, Applied>, StoreError> {
         let (scopes, names) = columns(keys.iter().copied());
-        let query = sqlx::query_as(LOOK_UP.text()).bind(&scopes).bind(&names);
+        let query = sqlx::query_as(self.tx.sql.of(&LOOK_UP))
+            .bind(&scopes)
+            .bind(&names);
         let rows: Vec<(String, String, i32, Vec<u8>)> = self.tx.run(|c| query.fetch_all(c)).await?;
         Ok(rows
             .into_iter()
@@ -238,7 +242,7 @@ impl IntakeTx {
         let (keys, ids): (Vec<Key>, Vec<Uuid>) = applied.iter().cloned().unzip();
         let (scopes, names) = columns(&keys);
         let instance = self.tx.instance.clone();
-        let query = sqlx::query(ATTACH.text())
+        let query = sqlx::query(self.tx.sql.of(&ATTACH))
             .bind(&scopes)
             .bind(&names)
             .bind(&ids)
@@ -252,7 +256,7 @@ impl IntakeTx {
     pub async fn record_hits(&mut self, keys: &[Key]) -> Result<HashMap<Key, Uuid>, StoreError> {
         let (scopes, names) = columns(keys);
         let instance = self.tx.instance.clone();
-        let query = sqlx::query_as(HITS.text())
+        let query = sqlx::query_as(self.tx.sql.of(&HITS))
             .bind(&scopes)
             .bind(&names)
             .bind(&*instance);

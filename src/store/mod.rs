@@ -3,6 +3,7 @@
 //! - [`arrivals`]: insert what is new, lock what is known, apply what was decided
 //! - [`idempotency`]: which failures were applied already
 //! - [`dispatch`]: claim what is due, settle it, ask when to look again
+//! - [`import`]: what waits in another scheduler's table
 //! - [`place`]: which place the database belongs to
 //! - [`maintenance`]: what the gauges show, and what is too old to keep
 //!
@@ -15,6 +16,7 @@ pub mod dispatch;
 mod error;
 mod events;
 pub mod idempotency;
+pub mod import;
 pub mod maintenance;
 pub mod place;
 mod schema;
@@ -31,6 +33,7 @@ use sqlx::{
 };
 
 pub use error::{StoreError, Unfit};
+use statement::Sql;
 pub use statement::Statement;
 use tx::{Tx, within};
 
@@ -54,7 +57,7 @@ const WRITES_NOTHING: &str = "
 const HAS_SCHEMA: &str = "SELECT q.operation, e.attempt_id
      FROM retry_queue q, retry_events e, idempotency_keys, retry_place LIMIT 0";
 
-/// Every statement of the store but `BEGIN` and the probes.
+/// Every statement of the store but `BEGIN`, the probes and those of [`import`].
 pub static STATEMENTS: &[&Statement] = &[
     &arrivals::INSERT,
     &arrivals::LOCK_KNOWN,
@@ -89,6 +92,7 @@ pub struct Store {
     begin: Arc<str>,
     begin_claim: Arc<str>,
     instance: Arc<str>,
+    sql: Sql,
 }
 
 impl Store {
@@ -112,12 +116,13 @@ impl Store {
             begin_claim: format!("{begin}, {}", statement::settings(true)).into(),
             begin: format!("{begin}, {}", statement::settings(false)).into(),
             instance: instance.into(),
+            sql: Sql::new(settings.database_schema.as_deref(), STATEMENTS),
         })
     }
 
     /// Asks whether Postgres answers and has our tables.
     pub async fn ping(&self) -> Result<(), StoreError> {
-        self.within(sqlx::query(HAS_SCHEMA).execute(&self.pool))
+        self.within(sqlx::query(self.sql.probe(HAS_SCHEMA)).execute(&self.pool))
             .await?;
         Ok(())
     }
@@ -126,11 +131,17 @@ impl Store {
     /// answers a ping but not this. Writes a WAL record and no table.
     pub async fn prove_durable(&self) -> Result<(), StoreError> {
         let mut tx = self.begin().await?;
-        tx.run(|c| sqlx::raw_sql(WRITES_NOTHING).execute(c)).await?;
+        let writes = sqlx::raw_sql(self.sql.probe(WRITES_NOTHING));
+        tx.run(|c| writes.execute(c)).await?;
         let probe =
             sqlx::query("SELECT pg_logical_emit_message(true, 'retry-scheduler', 'probe')::text");
         tx.run(|c| probe.execute(c)).await?;
         tx.commit().await
+    }
+
+    /// A statement as this store runs it.
+    pub fn text(&self, statement: &'static Statement) -> String {
+        self.sql.of(statement).as_str().to_owned()
     }
 
     /// The number of open connections, and of those in use.
@@ -159,7 +170,8 @@ impl Store {
     /// A connection for a transaction; the caller begins it with `self.begin`.
     async fn unbegun(&self) -> Result<Tx, StoreError> {
         let connection = self.within(self.pool.acquire()).await?;
-        Ok(Tx::on(connection, self.deadline, self.instance.clone()))
+        let (instance, sql) = (self.instance.clone(), self.sql.clone());
+        Ok(Tx::on(connection, self.deadline, instance, sql))
     }
 
     async fn within<T>(

@@ -45,7 +45,7 @@ impl Store {
     pub async fn take_place(&self, wanted: &Kept) -> Result<Kept, StoreError> {
         let mut tx = self.begin().await?;
         let instance = tx.instance.clone();
-        let query = sqlx::query_as(TAKE_PLACE.text())
+        let query = sqlx::query_as(self.sql.of(&TAKE_PLACE))
             .bind(&wanted.place.broker)
             .bind(&wanted.place.vhost)
             .bind(&wanted.place.queue)
@@ -58,7 +58,7 @@ impl Store {
 
     /// Returns the place that the database belongs to, if it was taken.
     pub async fn place(&self) -> Result<Option<Kept>, StoreError> {
-        let query = sqlx::query_as(SHOW_PLACE.text());
+        let query = sqlx::query_as(self.sql.of(&SHOW_PLACE));
         self.within(query.fetch_optional(&self.pool)).await
     }
 
@@ -71,7 +71,7 @@ impl Store {
         actor: &str,
     ) -> Result<bool, StoreError> {
         let mut tx = self.begin().await?;
-        let query = sqlx::query(MOVE_PLACE.text())
+        let query = sqlx::query(self.sql.of(&MOVE_PLACE))
             .bind(&to.place.broker)
             .bind(&to.place.vhost)
             .bind(&to.place.queue)

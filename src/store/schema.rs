@@ -4,7 +4,10 @@
 use std::time::Duration;
 
 use anyhow::Context;
-use sqlx::migrate::{MigrateError, Migrator};
+use sqlx::{
+    AssertSqlSafe, SqlSafeStr,
+    migrate::{MigrateError, Migrator},
+};
 
 use super::{Store, Tx, error::Unfit};
 
@@ -21,26 +24,32 @@ const MIGRATION_DEADLINE: Duration = Duration::from_secs(3600);
 /// `gen_random_uuid` came with it.
 const LEAST_VERSION: i32 = 13;
 
-/// The version of the server, and the columns of the table `retry_queue` in the schema where
-/// ours stands or would be made.
+/// The version of the server, whether the schema `$1` exists, and the columns of the table
+/// `retry_queue` in the schema where ours stands or would be made: without `$1`, the first of
+/// the search path.
 const INSPECTION: &str = "
-    SELECT current_setting('server_version_num')::int,
+    SELECT current_setting('server_version_num')::int, to_regnamespace($1) IS NOT NULL,
            (SELECT array_agg(a.attname::text ORDER BY a.attnum)
             FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid
             WHERE c.relname = 'retry_queue'
-              AND c.relnamespace = to_regnamespace(quote_ident(current_schema()))
+              AND c.relnamespace = to_regnamespace(COALESCE($1, quote_ident(current_schema())))
               AND a.attnum > 0 AND NOT a.attisdropped)";
 
 /// A column that `retry_queue` has had from the beginning, and that no one else's has.
-const OUR_COLUMN: &str = "lane";
+pub(super) const OUR_COLUMN: &str = "lane";
 
 impl Store {
     /// Fails with [`Unfit`] when the server is too old, or when a table of ours would stand
     /// where another program's stands.
     pub async fn inspect(&self) -> anyhow::Result<()> {
-        type Row = (i32, Option<Vec<String>>);
-        let query = sqlx::query_as(INSPECTION);
-        let (version, columns): Row = self.within(query.fetch_one(&self.pool)).await?;
+        self.has_schema().await.map(drop)
+    }
+
+    /// Inspects, and returns whether the schema that is set exists.
+    async fn has_schema(&self) -> anyhow::Result<bool> {
+        type Row = (i32, bool, Option<Vec<String>>);
+        let query = sqlx::query_as(INSPECTION).bind(self.sql.schema());
+        let (version, exists, columns): Row = self.within(query.fetch_one(&self.pool)).await?;
         if let Some(problem) = too_old(version) {
             return Err(Unfit(problem).into());
         }
@@ -48,36 +57,60 @@ impl Store {
             Some(columns) if !columns.iter().any(|c| c == OUR_COLUMN) => {
                 Err(Unfit(foreign(&columns)).into())
             }
-            _ => Ok(()),
+            _ => Ok(exists),
         }
     }
 
-    /// Brings the schema up to date. Any number of instances may do so at once: one
+    /// Brings the tables up to date. Any number of instances may do so at once: one
     /// transaction holds a lock (and so works behind a pooler) while the migrations
     /// run on another connection.
     pub async fn migrate(&self) -> anyhow::Result<()> {
         self.inspect().await?;
         let connection = self.within(self.pool.acquire()).await?;
-        let mut lock = Tx::on(connection, MIGRATION_DEADLINE, self.instance.clone());
+        let (instance, sql) = (self.instance.clone(), self.sql.clone());
+        let mut lock = Tx::on(connection, MIGRATION_DEADLINE, instance, sql);
         lock.run(|c| sqlx::raw_sql("BEGIN").execute(c)).await?;
         let wait = sqlx::query("SELECT pg_advisory_xact_lock($1)").bind(MIGRATION_LOCK);
         lock.run(|c| wait.execute(c))
             .await
             .context("waiting for another instance's migrations")?;
-        Migrator {
-            migrations: MIGRATIONS.migrations.clone(),
-            // An older instance may restart while a newer one is rolled out.
-            ignore_missing: true,
-            locking: false,
-            ..Migrator::DEFAULT
+        if let Some(schema) = self.sql.schema()
+            && !self.has_schema().await?
+        {
+            let create = AssertSqlSafe(format!("CREATE SCHEMA {schema}"));
+            self.within(sqlx::raw_sql(create).execute(&self.pool))
+                .await
+                .context("DATABASE_SCHEMA: making the schema")?;
         }
-        .run(&self.pool)
-        .await
-        .map_err(in_the_way)
-        .context("applying migrations")?;
+        migrator(self.sql.schema())
+            .run(&self.pool)
+            .await
+            .map_err(in_the_way)
+            .context("applying migrations")?;
         lock.rollback().await?;
         Ok(())
     }
+}
+
+/// The migrations, for tables in this schema. Their files name no schema: the search path
+/// is set for the transaction of each, and so for nobody who gets the connection afterwards.
+fn migrator(schema: Option<&str>) -> Migrator {
+    let mut migrator = Migrator {
+        migrations: MIGRATIONS.migrations.clone(),
+        // An older instance may restart while a newer one is rolled out.
+        ignore_missing: true,
+        locking: false,
+        ..Migrator::DEFAULT
+    };
+    if let Some(schema) = schema {
+        migrator.dangerous_set_table_name(format!("{schema}._sqlx_migrations"));
+        for migration in migrator.migrations.to_mut() {
+            let sql = migration.sql.as_str();
+            let sql = format!("SET LOCAL search_path = {schema};\n{sql}");
+            migration.sql = AssertSqlSafe(sql).into_sql_str();
+        }
+    }
+    migrator
 }
 
 /// What is wrong with a server of this version, if anything is.

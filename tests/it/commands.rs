@@ -26,7 +26,7 @@ pub(crate) fn text(bytes: &[u8]) -> String {
 }
 
 /// Checks that the binary failed, with one line on stderr that contains all of `parts`.
-fn one_line_naming(output: &Output, parts: &[&str]) {
+pub(crate) fn one_line_naming(output: &Output, parts: &[&str]) {
     let stderr = text(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{stderr}");
     assert_eq!(stderr.lines().count(), 1, "{stderr}");
@@ -66,6 +66,7 @@ async fn help_names_every_command() {
         "serve",
         "migrate",
         "move",
+        "import",
         "check-config",
         "probe",
         "send",

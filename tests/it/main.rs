@@ -39,6 +39,7 @@ mod newer;
 mod pipeline;
 mod places;
 mod plans;
+mod schemas;
 mod standing;
 mod stopping;
 mod strangers;
