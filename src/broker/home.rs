@@ -18,6 +18,7 @@ use crate::domain::place::Place;
 
 const ACCESS_REFUSED: u16 = 403;
 const NOT_FOUND: u16 = 404;
+const PRECONDITION_FAILED: u16 = 406;
 
 /// The broker that the database belongs to.
 #[derive(Clone, Debug)]
@@ -118,7 +119,8 @@ impl Introduction {
         self.broker.bears(&self.connection, mark).await
     }
 
-    /// Puts the mark there. Without the right to declare it, the name alone has to do.
+    /// Puts the mark there. Without the right to declare it, or beyond a limit on exchanges,
+    /// the name alone has to do.
     pub async fn put(&self, mark: Uuid) -> Result<(), BrokerError> {
         let lasting = ExchangeDeclareOptions {
             durable: true,
@@ -128,7 +130,9 @@ impl Introduction {
         };
         let put = self.broker.declare_mark(&self.connection, mark, lasting);
         match put.await {
-            Err(BrokerError::Failed(e)) if amqp_code(&e) == Some(ACCESS_REFUSED) => {
+            Err(BrokerError::Failed(e))
+                if matches!(amqp_code(&e), Some(ACCESS_REFUSED | PRECONDITION_FAILED)) =>
+            {
                 warn!(
                     error = %e,
                     "the broker cannot be marked, and is recognised by its name alone; give a \

@@ -3,12 +3,14 @@
 //! These statements are not in the list of the store's own, because an operator names the
 //! table, and its columns decide how they are read.
 
-use std::collections::HashMap;
+use std::{collections::HashMap, time::Duration};
 
 use anyhow::{Context, ensure};
 use sqlx::{AssertSqlSafe, FromRow};
 
-use super::{Store, StoreError, arrivals::IntakeTx, schema::OUR_COLUMN, statement::quoted};
+use super::{
+    Store, StoreError, arrivals::IntakeTx, schema::OUR_COLUMN, statement::quoted, tx::within,
+};
 
 /// The status that a row gets in the other table once it is ours.
 pub const IMPORTED: &str = "imported";
@@ -25,6 +27,9 @@ const REQUIRED: [&str; 6] = [
 
 /// The most payload bytes of one batch; one row always fits.
 const BATCH_BYTES: i64 = 8 << 20;
+
+/// How long it may take to count the rows of a table, which may be large.
+const COUNTING: Duration = Duration::from_secs(3600);
 
 /// Another scheduler's table.
 pub struct Source {
@@ -150,8 +155,7 @@ impl Store {
             "SELECT COALESCE(status::text, 'NULL'), count(*) FROM {} GROUP BY 1 ORDER BY 1",
             source.name
         ));
-        let counted = sqlx::query_as(count).fetch_all(&self.pool);
-        self.within(counted).await
+        within(COUNTING, sqlx::query_as(count).fetch_all(&self.pool)).await
     }
 }
 

@@ -71,6 +71,32 @@ async fn another_programs_retry_queue_stops_the_start_with_one_line_that_says_wh
     one_line_naming(&others, &["idempotency_keys", "DATABASE_SCHEMA"]);
 }
 
+/// A function of our own tells the service that this is Postgres 12.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_postgres_that_is_too_old_stops_the_start_with_one_line_and_gets_no_tables() {
+    let bed = Bed::new().await;
+    let database = bed.queue("");
+    bed.arrange(&format!(
+        "CREATE SCHEMA older;
+         CREATE FUNCTION older.current_setting(name TEXT) RETURNS TEXT LANGUAGE sql AS $$
+             SELECT CASE name WHEN 'server_version_num' THEN '120022'
+                              ELSE pg_catalog.current_setting(name) END $$;
+         ALTER DATABASE {} SET search_path = older, pg_catalog, public",
+        database.trim_end_matches('.')
+    ))
+    .await;
+    one_line_naming(
+        &run(&bed, &["migrate"]).await,
+        &["Postgres 12", "Postgres 13"],
+    );
+    let (status, log) = Process::spawn(bed.command()).ended().await;
+    assert_eq!(status.code(), Some(1), "{log}");
+    let line = log.lines().last().expect("a line");
+    assert!(line.contains("Postgres 13 is the least"), "{log}");
+    const TABLES: &str = "SELECT count(*) FROM pg_class WHERE relname ~ '^(retry_|_sqlx)'";
+    assert_eq!(bed.count(TABLES).await, 0);
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn in_a_schema_of_its_own_the_pipeline_works_beside_another_programs_tables() {
     let mut bed = Bed::new().await;
