@@ -23,10 +23,15 @@ use crate::{
     observe::{
         health::{Health, Part},
         metrics::Metrics,
+        telemetry::chain,
     },
-    store::{Store, maintenance::Retention},
+    place::{self, Unsettled},
+    store::{Store, Unfit, maintenance::Retention, place::Kept},
     wire::{Rules, Source},
 };
+
+/// The tasks of the service. An error ends it.
+type Parts = JoinSet<anyhow::Result<()>>;
 
 /// A new name for an instance of the service: no two have the same.
 pub fn instance_name(settings: &Settings) -> String {
@@ -87,7 +92,11 @@ impl App {
             poll_interval: self.settings.retry_poll_interval,
         };
         let mut parts = JoinSet::new();
-        parts.spawn(dry_run.run(cancelled.clone()));
+        let run = dry_run.run(cancelled.clone());
+        parts.spawn(async move {
+            run.await;
+            Ok(())
+        });
         self.serve_http(&mut parts, health, &cancelled);
         stop_in_time(parts, shutdown, cancelled, deadline, store).await
     }
@@ -111,18 +120,11 @@ impl App {
         }
     }
 
-    fn start(self, cancelled: &CancellationToken) -> JoinSet<()> {
+    fn start(self, cancelled: &CancellationToken) -> Parts {
         let health = Health::default();
         let wake = Arc::new(Wake::default());
         let settings = &self.settings;
-        let rules = Rules {
-            book: self.book.clone(),
-            allowed: settings.allowed_queues.clone(),
-            intake_queue: settings.retry_queue.clone(),
-            source: Source::RetryMessages,
-            max_retries_limit: settings.max_retries_limit,
-            max_payload_bytes: settings.max_payload_bytes,
-        };
+        let rules = rules(settings, self.book.clone());
         let mut intakes = vec![self.intake(rules.clone(), &wake, health.part("consumer"))];
         if let Some(queue) = &settings.dead_letter_queue {
             let rules = Rules {
@@ -157,35 +159,44 @@ impl App {
                 events: settings.retain_events,
             },
         };
+        let waiting = intakes.iter().map(|intake| intake.part.clone());
+        let waiting = waiting.chain(dispatchers.iter().map(|dispatcher| dispatcher.part.clone()));
+        let start = Start {
+            store: self.store.clone(),
+            broker: self.broker.clone(),
+            queue: settings.retry_queue.clone(),
+            migrate: settings.migrate_on_start,
+            waiting: waiting.collect(),
+        };
         let mut parts = JoinSet::new();
-        let migrate = settings.migrate_on_start;
-        let store = self.store.clone();
         self.serve_http(&mut parts, health, cancelled);
         let token = cancelled.clone();
         parts.spawn(async move {
-            if migrate && !migrated(&store, &token).await {
-                return;
-            }
+            let Some(kept) = start.done(&token).await? else {
+                return Ok(());
+            };
             let mut loops = JoinSet::new();
             for intake in intakes {
-                loops.spawn(intake.run(token.clone()));
+                loops.spawn(unfailing(intake.run(token.clone())));
             }
-            loops.spawn(janitor.run(token.clone()));
+            loops.spawn(place::stay(start.store, kept, token.clone()));
+            loops.spawn(unfailing(janitor.run(token.clone())));
             for dispatcher in dispatchers {
-                loops.spawn(dispatcher.run(token.clone()));
+                loops.spawn(unfailing(dispatcher.run(token.clone())));
             }
             while let Some(ended) = loops.join_next().await {
-                if let Err(panic) = ended.map_err(JoinError::try_into_panic)
-                    && let Ok(panic) = panic
-                {
-                    std::panic::resume_unwind(panic);
+                match ended.map_err(JoinError::try_into_panic) {
+                    Ok(ended) => ended?,
+                    Err(Ok(panic)) => std::panic::resume_unwind(panic),
+                    Err(Err(_)) => {}
                 }
             }
+            Ok(())
         });
         parts
     }
 
-    fn serve_http(self, parts: &mut JoinSet<()>, health: Health, cancelled: &CancellationToken) {
+    fn serve_http(self, parts: &mut Parts, health: Health, cancelled: &CancellationToken) {
         let router = Pages {
             store: self.store,
             health,
@@ -198,13 +209,14 @@ impl App {
             if let Err(e) = served.await {
                 warn!(error = %e, "HTTP ended");
             }
+            Ok(())
         });
     }
 }
 
 /// Waits for `shutdown`, then for all parts to stop, but not beyond the deadline.
 async fn stop_in_time(
-    mut parts: JoinSet<()>,
+    mut parts: Parts,
     shutdown: impl Future<Output = ()>,
     cancelled: CancellationToken,
     deadline: Duration,
@@ -218,6 +230,7 @@ async fn stop_in_time(
             cancelled.cancel();
             match ended {
                 Some(Err(e)) => anyhow::bail!("a part of the service failed: {e}"),
+                Some(Ok(Err(e))) => return Err(e),
                 _ => anyhow::bail!("a part of the service ended unasked"),
             }
         }
@@ -235,18 +248,83 @@ async fn stop_in_time(
     Ok(())
 }
 
-/// Applies the migrations, and tries again until that works: Postgres may start after
-/// us. False when cancelled before.
-async fn migrated(store: &Store, cancelled: &CancellationToken) -> bool {
-    let mut backoff = Backoff::default();
-    while !cancelled.is_cancelled() {
-        match store.migrate().await {
-            Ok(()) => return true,
-            Err(e) => warn!(error = format!("{e:#}"), "migrations are not applied yet"),
+/// What has to be done before any loop runs.
+struct Start {
+    store: Store,
+    broker: Broker,
+    queue: String,
+    /// Whether to apply the migrations, or to leave that to somebody else.
+    migrate: bool,
+    /// The parts that wait for it, and say for what.
+    waiting: Vec<Part>,
+}
+
+impl Start {
+    /// Makes the tables, and takes the database for the place where this instance is. Each
+    /// is tried again until it works, because Postgres and RabbitMQ may start after us. An
+    /// error says that waiting does not help. None when cancelled before.
+    async fn done(&self, cancelled: &CancellationToken) -> anyhow::Result<Option<Kept>> {
+        let mut backoff = Backoff::default();
+        while let Err(e) = self.tables().await {
+            if e.is::<Unfit>() {
+                return Err(e);
+            }
+            let error = format!("{e:#}");
+            self.wait_for(&error);
+            warn!(error, "the tables are not ready yet");
+            backoff.wait(cancelled).await;
+            if cancelled.is_cancelled() {
+                return Ok(None);
+            }
         }
-        backoff.wait(cancelled).await;
+        backoff.reset();
+        while !cancelled.is_cancelled() {
+            match place::settle(&self.store, &self.broker, &self.queue).await {
+                Ok(kept) => return Ok(Some(kept)),
+                Err(e @ Unsettled::Refused(_)) => return Err(e.into()),
+                Err(e) => {
+                    self.wait_for(&chain(&e));
+                    warn!(
+                        error = chain(&e),
+                        "it is not settled yet which place the database belongs to"
+                    );
+                }
+            }
+            backoff.wait(cancelled).await;
+        }
+        Ok(None)
     }
-    false
+
+    async fn tables(&self) -> anyhow::Result<()> {
+        if self.migrate {
+            self.store.migrate().await
+        } else {
+            self.store.inspect().await
+        }
+    }
+
+    fn wait_for(&self, what: &str) {
+        for part in &self.waiting {
+            part.down(what);
+        }
+    }
+}
+
+async fn unfailing(run: impl Future<Output = ()>) -> Result<(), Unsettled> {
+    run.await;
+    Ok(())
+}
+
+/// What RetryMessages are judged by.
+pub(crate) fn rules(settings: &Settings, book: PolicyBook) -> Rules {
+    Rules {
+        book,
+        allowed: settings.allowed_queues.clone(),
+        intake_queue: settings.retry_queue.clone(),
+        source: Source::RetryMessages,
+        max_retries_limit: settings.max_retries_limit,
+        max_payload_bytes: settings.max_payload_bytes,
+    }
 }
 
 /// The policies in force: the default comes from the settings, the others from the file

@@ -10,6 +10,7 @@
 //! - [`intake`]: the loop that stores arriving failures
 //! - [`dispatcher`]: the loop that sends due tasks back, or to review
 //! - [`janitor`]: the loop that removes what is too old
+//! - [`place`]: which broker, virtual host and intake queue the database belongs to
 //! - [`observe`]: metrics, health, the log
 //! - [`http`] and [`cli`]: the surfaces
 //! - [`app`]: builds the parts, runs them and stops them
@@ -35,6 +36,7 @@ pub mod http;
 pub mod intake;
 pub mod janitor;
 pub mod observe;
+pub mod place;
 pub mod plant;
 pub mod store;
 pub mod wire;

@@ -4,12 +4,14 @@
 //! that owns it builds a new one. Every wait for the broker has a deadline.
 
 mod bindings;
+mod greeting;
+mod home;
 mod publisher;
 mod subscription;
 
 use std::{
     sync::{
-        Arc,
+        Arc, OnceLock,
         atomic::{AtomicBool, Ordering},
     },
     time::Duration,
@@ -29,6 +31,7 @@ use tokio::time::timeout;
 use tracing::info;
 
 use bindings::Bindings;
+pub use home::{Home, Introduction};
 pub use publisher::{Fault, Outcome, Publisher};
 pub use subscription::{Delivery, Subscription};
 
@@ -52,6 +55,17 @@ pub enum BrokerError {
          properties not UTF-8?): take it out by hand, for example on RabbitMQ's management page"
     )]
     Unreadable(String),
+    /// The connection leads to another broker than the one that the database belongs to.
+    #[error(
+        "RABBITMQ_URL leads to the broker {found:?}, but the database belongs to {home:?}: nothing \
+         is taken from there or sent there (if it is meant to, see `retry-scheduler move --help`)"
+    )]
+    Elsewhere {
+        /// The name of the broker that was found.
+        found: String,
+        /// The name of the one that the database belongs to.
+        home: String,
+    },
     /// A name that AMQP cannot carry.
     #[error("{0}")]
     Unusable(String),
@@ -66,6 +80,8 @@ pub struct Broker {
     confirm_timeout: Duration,
     /// Whether the broker has refused to let us bind queues to an exchange of ours.
     binding_refused: Arc<AtomicBool>,
+    /// The broker that the database belongs to, once that is known.
+    home: Arc<OnceLock<Home>>,
 }
 
 impl Broker {
@@ -87,15 +103,22 @@ impl Broker {
             timeout: settings.broker_timeout,
             confirm_timeout: settings.confirm_timeout,
             binding_refused: Arc::default(),
+            home: Arc::default(),
         })
     }
 
     async fn connect(&self, role: &str) -> Result<Connection, BrokerError> {
+        let (connection, name) = self.greeted(role).await?;
+        self.recognise(connection, name).await
+    }
+
+    /// A connection, and the name of the broker's cluster.
+    async fn greeted(&self, role: &str) -> Result<(Connection, String), BrokerError> {
         let name = LongString::from(format!("{} {role}", self.name));
         let properties = ConnectionProperties::default().with_connection_name(name);
         self.answer(
             "a connection request",
-            Connection::connect_uri(self.uri.clone(), properties),
+            greeting::connect(self.uri.clone(), properties),
         )
         .await
     }

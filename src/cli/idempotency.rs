@@ -3,6 +3,7 @@
 use anyhow::{Context, bail};
 use clap::{Args, Subcommand};
 
+use super::actor;
 use crate::{
     config::Settings,
     domain::idempotency,
@@ -86,13 +87,6 @@ impl Name {
             key: self.key.clone(),
         }
     }
-}
-
-/// The operator's name for history: the login name, marked as coming from the command
-/// line.
-fn actor() -> String {
-    let user = std::env::var("USER").or_else(|_| std::env::var("LOGNAME"));
-    format!("command line: {}", user.as_deref().unwrap_or("unknown"))
 }
 
 fn describe(remembered: &Remembered) -> String {

@@ -2,6 +2,8 @@
 
 mod check_config;
 mod idempotency;
+mod import;
+mod move_place;
 mod probe;
 mod send;
 mod serve;
@@ -42,6 +44,26 @@ enum Command {
     },
     /// Apply the database migrations and exit.
     Migrate,
+    /// Give the database to another broker, virtual host or intake queue.
+    ///
+    /// A database belongs to the place of the first instance that started on it: the broker and the virtual host of
+    /// RABBITMQ_URL, and RETRY_QUEUE. Instances elsewhere refuse to start, because messages that wait go back to queues by
+    /// name, and every virtual host may have queues of these names.
+    ///
+    /// To move it, stop all instances, see that the queues exist at the new place, and run this with the settings of the
+    /// new place. It prints from where to where. An instance that is still running at the old place ends within seconds.
+    Move(move_place::Move),
+    /// Take over the messages that wait in another scheduler's table.
+    ///
+    /// Stop the other scheduler first: a message that it has in hand would be sent by both. The table is in the same
+    /// database, and has the columns id, message_id, original_payload, original_queue, next_retry_at and status; where it
+    /// has error_reason, retry_count, max_retries and created_at, they are taken over too.
+    ///
+    /// Rows whose status is `pending` become tasks with the same id, budget and due time. In the same transaction their
+    /// status in the old table becomes `imported`, so that a second run takes nothing twice. What cannot be sent back, such
+    /// as a message for a queue that is not allowed, goes to review. A row whose id is here already is left as it is, and
+    /// named; then the exit status is 1.
+    Import(import::From),
     /// Check the settings and the policies, and print them, passwords hidden.
     CheckConfig,
     /// Ask the service running on this machine whether it is ready; exit 1 and say what is down if it is not.
@@ -60,6 +82,8 @@ impl Cli {
         match self.command.unwrap_or(Command::Serve { dry_run: false }) {
             Command::Serve { dry_run } => serve::run(settings, dry_run).await,
             Command::Migrate => migrate(&settings).await,
+            Command::Move(to) => to.run(&settings).await,
+            Command::Import(from) => from.run(&settings).await,
             Command::CheckConfig => check_config::run(&settings),
             Command::Probe => probe::run(&settings).await,
             Command::Send(send) => send.run(&settings).await,
@@ -74,4 +98,11 @@ async fn migrate(settings: &Settings) -> anyhow::Result<()> {
     Store::open(settings, &instance)?.migrate().await?;
     println!("The database is up to date.");
     Ok(())
+}
+
+/// The operator's name for what is recorded: the login name, marked as coming from the
+/// command line.
+fn actor() -> String {
+    let user = std::env::var("USER").or_else(|_| std::env::var("LOGNAME"));
+    format!("command line: {}", user.as_deref().unwrap_or("unknown"))
 }

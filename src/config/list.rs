@@ -39,6 +39,7 @@ pub const SETTINGS: &[Setting] = &[
     setting("MAX_AGE_MS", "604800000", "A message older than this goes to review whatever its count, unless its policy says otherwise."),
     setting("RETRY_POLL_INTERVAL_MS", "1000", "Longest sleep of the dispatcher; it wakes earlier for what falls due."),
     setting("DATABASE_URL", "postgresql://localhost:5432/retry_scheduler", "Postgres, as `postgresql://`."),
+    setting("DATABASE_SCHEMA", "", "Schema of our tables, as it is written; made when absent. Empty: the first of the connection's search path."),
     setting("DATABASE_POOL_SIZE", "8", "Connections to Postgres."),
     setting("DATABASE_TIMEOUT_MS", "15000", "Deadline of one database operation."),
     setting("MIGRATE_ON_START", "true", "Apply migrations when serving starts."),

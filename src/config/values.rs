@@ -11,6 +11,9 @@ use url::Url;
 use super::{ConfigError, SETTINGS};
 use crate::domain::{limits::LONGEST_DURATION, queues::name_problem};
 
+/// Postgres cuts off the rest of a longer name.
+const LONGEST_IDENTIFIER: usize = 63;
+
 /// The layers of settings, with errors that name the setting.
 pub(super) struct Values(pub(super) Config);
 
@@ -123,6 +126,23 @@ impl Values {
             return Err(one_of(name, url.scheme(), &choices.join(", ")));
         }
         Ok(text.into())
+    }
+
+    /// The name of a schema, if one is set.
+    pub(super) fn schema(&self, name: &'static str) -> Result<Option<String>, ConfigError> {
+        let Some(schema) = self.optional(name) else {
+            return Ok(None);
+        };
+        let problem = if schema.len() > LONGEST_IDENTIFIER {
+            "has more bytes than the 63 that Postgres keeps of a name"
+        } else if schema.chars().any(|c| c.is_control() || c == '"') {
+            "has a quote or a control character"
+        } else if schema.starts_with("pg_") {
+            "begins with pg_, and such names belong to Postgres"
+        } else {
+            return Ok(Some(schema));
+        };
+        Err(ConfigError::new(name, format!("{schema:?} {problem}")))
     }
 
     pub(super) fn log_filter(&self, name: &'static str) -> Result<String, ConfigError> {

@@ -7,7 +7,8 @@
 //! back under a new id each time),
 //! [`settlement`] (how a claimed row ends), [`event`] (the words of history),
 //! [`attempt`] and [`idempotency`] (ids and keys that can be computed again),
-//! [`queues`] and [`limits`] (what is allowed).
+//! [`queues`] and [`limits`] (what is allowed), [`place`] (where a database's messages
+//! come from and go to).
 
 #[macro_use]
 mod text;
@@ -19,6 +20,7 @@ pub mod event;
 pub mod idempotency;
 pub mod limits;
 pub mod loops;
+pub mod place;
 pub mod policy;
 pub mod queues;
 pub mod review;

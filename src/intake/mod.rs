@@ -1,6 +1,7 @@
 //! Intake: the broker's deliveries become rows, and only then are acknowledged.
 
 mod effects;
+mod import;
 mod keys;
 mod loops;
 mod recorder;
@@ -11,6 +12,7 @@ use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+pub use import::{Import, Imported};
 pub use loops::Loops;
 pub use recorder::Recorder;
 

@@ -248,7 +248,7 @@ impl Store {
     /// moment is stored: Postgres's own word on a transaction is not enough, because
     /// after a crash another one may have got the same name.
     pub async fn was_stored(&self, ids: &[Uuid], mark: &Mark) -> Result<Option<bool>, StoreError> {
-        let query = sqlx::query_as(WAS_STORED.text())
+        let query = sqlx::query_as(self.sql.of(&WAS_STORED))
             .bind(ids)
             .bind(mark.at)
             .bind(&mark.xid);
@@ -281,7 +281,7 @@ impl IntakeTx {
         batch: &[Planned<'_>],
     ) -> Result<Delays, StoreError> {
         let instance = self.tx.instance.clone();
-        let query = Columns::of(batch).bind(sqlx::query(statement.text()));
+        let query = Columns::of(batch).bind(sqlx::query(self.tx.sql.of(statement)));
         let query = query.bind(&*instance);
         let stored = self.tx.run(|c| query.fetch_all(c)).await?;
         let delays = stored.iter().map(|row| {
@@ -296,7 +296,7 @@ impl IntakeTx {
         let ids: Vec<Uuid> = tasks.iter().map(|t| t.message_id).collect();
         let queues: Vec<&str> = tasks.iter().map(|t| t.queue.as_str()).collect();
         let digests: Vec<Vec<u8>> = tasks.iter().map(|t| digest(t)).collect();
-        let query = sqlx::query_as(LOCK_KNOWN.text())
+        let query = sqlx::query_as(self.tx.sql.of(&LOCK_KNOWN))
             .bind(&ids)
             .bind(&queues)
             .bind(&digests);
@@ -310,7 +310,7 @@ impl IntakeTx {
         let counts: Vec<i32> = rows.iter().map(|(_, budget)| budget.retry_count).collect();
         let spent: Vec<bool> = rows.iter().map(|(_, budget)| budget.is_spent()).collect();
         let instance = self.tx.instance.clone();
-        let query = sqlx::query(NOTE_DUPLICATES.text())
+        let query = sqlx::query(self.tx.sql.of(&NOTE_DUPLICATES))
             .bind(&ids)
             .bind(&counts)
             .bind(&spent)
@@ -330,7 +330,7 @@ impl IntakeTx {
         let queues: Vec<&str> = failures.iter().map(|(_, _, t)| t.queue.as_str()).collect();
         let digests: Vec<Vec<u8>> = failures.iter().map(|(_, _, t)| digest(t)).collect();
         let instance = self.tx.instance.clone();
-        let query = sqlx::query_scalar(NOTE_OUTDATED.text())
+        let query = sqlx::query_scalar(self.tx.sql.of(&NOTE_OUTDATED))
             .bind(&ids)
             .bind(&attempts)
             .bind(&queues)

@@ -243,9 +243,10 @@ impl Store {
         let mut tx = self.begin_with(&self.begin_claim).await?;
         let claim = if Bug::DueByOwnClock.planted() {
             let own = format!("'{}'::timestamptz", chrono::Utc::now().to_rfc3339());
-            AssertSqlSafe(CLAIM.text().replace("statement_timestamp()", &own)).into_sql_str()
+            let claim = self.sql.of(&CLAIM);
+            AssertSqlSafe(claim.as_str().replace("statement_timestamp()", &own)).into_sql_str()
         } else {
-            CLAIM.text().into_sql_str()
+            self.sql.of(&CLAIM)
         };
         let query = sqlx::query(claim).bind(limit(rows)).bind(limit(bytes));
         let found = tx.run(|c| query.fetch_all(c)).await?;
@@ -268,7 +269,7 @@ impl Store {
         let mut tx = self.begin_with(&self.begin_claim).await?;
         let lanes = LANES.min(limit(rows));
         let shares = limit(rows) / 2;
-        let query = sqlx::query(CLAIM_FAIRLY.text())
+        let query = sqlx::query(self.sql.of(&CLAIM_FAIRLY))
             .bind(limit(rows))
             .bind(limit(bytes))
             .bind(at.0.unwrap_or(i32::MIN))
@@ -285,14 +286,14 @@ impl Store {
 
     /// Returns what a claim would take now, without taking it.
     pub async fn look_at_due(&self, rows: usize) -> Result<Vec<Task>, StoreError> {
-        let query = sqlx::query_as(LOOK.text()).bind(limit(rows));
+        let query = sqlx::query_as(self.sql.of(&LOOK)).bind(limit(rows));
         self.within(query.fetch_all(&self.pool)).await
     }
 
     /// Returns when the first of the waiting rows is due, whoever holds it; none when no
     /// row waits.
     pub async fn next_due(&self) -> Result<Option<NextDue>, StoreError> {
-        let row = self.within(sqlx::raw_sql(NEXT_DUE.text()).fetch_one(&self.pool));
+        let row = self.within(sqlx::raw_sql(self.sql.of(&NEXT_DUE)).fetch_one(&self.pool));
         let micros: Option<i64> = row.await?.try_get("us")?;
         Ok(micros.map(|us| {
             let distance = Duration::from_micros(us.unsigned_abs());
@@ -334,7 +335,7 @@ impl Claim {
         }
         let outcomes = Outcomes::of(ends);
         let instance = self.tx.instance.clone();
-        let query = sqlx::query(SETTLE.text())
+        let query = sqlx::query(self.tx.sql.of(&SETTLE))
             .bind(&outcomes.ids)
             .bind(&outcomes.kinds)
             .bind(&outcomes.statuses)

@@ -22,6 +22,12 @@ pub enum StoreError {
     Ended,
 }
 
+/// The database cannot be used, and waiting does not help: one line for people, with what to
+/// do about it.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct Unfit(pub(super) String);
+
 impl From<sqlx::Error> for StoreError {
     fn from(error: sqlx::Error) -> Self {
         // Classes of SQLSTATE: 22 data exception, 23 constraint violation, 54 a limit exceeded.

@@ -162,7 +162,9 @@ pub(super) static CLEAR: Statement = Statement::new("clear a key", || {
 impl Store {
     /// Returns what is remembered under a key, if anything is.
     pub async fn show_key(&self, key: &Key) -> Result<Option<Remembered>, StoreError> {
-        let query = sqlx::query_as(SHOW.text()).bind(&key.scope).bind(&key.key);
+        let query = sqlx::query_as(self.sql.of(&SHOW))
+            .bind(&key.scope)
+            .bind(&key.key);
         self.within(query.fetch_optional(&self.pool)).await
     }
 
@@ -174,7 +176,7 @@ impl Store {
     ) -> Result<Option<Remembered>, StoreError> {
         let mut tx = self.begin().await?;
         let instance = tx.instance.clone();
-        let query = sqlx::query_as(CLEAR.text())
+        let query = sqlx::query_as(self.sql.of(&CLEAR))
             .bind(&key.scope)
             .bind(&key.key)
             .bind(actor)
@@ -210,7 +212,7 @@ impl IntakeTx {
         let (scopes, names) = columns(wanted.keys());
         let counts: Vec<i32> = wanted.values().map(|a| a.retry_count).collect();
         let digests: Vec<&[u8]> = wanted.values().map(|a| a.digest.as_slice()).collect();
-        let query = sqlx::query_as(TAKE.text())
+        let query = sqlx::query_as(self.tx.sql.of(&TAKE))
             .bind(&scopes)
             .bind(&names)
             .bind(&counts)
@@ -229,7 +231,9 @@ impl IntakeTx {
         keys: &[&Key],
     ) -> Result<HashMap<Key, (Applied, Since)>, StoreError> {
         let (scopes, names) = columns(keys.iter().copied());
-        let query = sqlx::query(LOOK_UP.text()).bind(&scopes).bind(&names);
+        let query = sqlx::query(self.tx.sql.of(&LOOK_UP))
+            .bind(&scopes)
+            .bind(&names);
         let rows = self.tx.run(|c| query.fetch_all(c)).await?;
         let known = rows.iter().map(|row| {
             let key = Key {
@@ -250,7 +254,7 @@ impl IntakeTx {
         let (keys, ids): (Vec<Key>, Vec<Uuid>) = applied.iter().cloned().unzip();
         let (scopes, names) = columns(&keys);
         let instance = self.tx.instance.clone();
-        let query = sqlx::query(ATTACH.text())
+        let query = sqlx::query(self.tx.sql.of(&ATTACH))
             .bind(&scopes)
             .bind(&names)
             .bind(&ids)
@@ -264,7 +268,7 @@ impl IntakeTx {
     pub async fn record_hits(&mut self, keys: &[Key]) -> Result<HashMap<Key, Uuid>, StoreError> {
         let (scopes, names) = columns(keys);
         let instance = self.tx.instance.clone();
-        let query = sqlx::query_as(HITS.text())
+        let query = sqlx::query_as(self.tx.sql.of(&HITS))
             .bind(&scopes)
             .bind(&names)
             .bind(&*instance);

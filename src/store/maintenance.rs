@@ -110,7 +110,7 @@ pub(super) static REMOVE_KEYS: Statement = Statement::new("remove expired keys",
 impl Store {
     /// Counts what waits.
     pub async fn backlog(&self) -> Result<Backlog, StoreError> {
-        let row = self.within(sqlx::raw_sql(BACKLOG.text()).fetch_one(&self.pool));
+        let row = self.within(sqlx::raw_sql(self.sql.of(&BACKLOG)).fetch_one(&self.pool));
         let (pending, late_us) = <(i64, Option<i64>)>::from_row(&row.await?)?;
         Ok(Backlog {
             pending,
@@ -131,7 +131,7 @@ impl Store {
     ) -> Result<Step, StoreError> {
         type Row = (Option<i64>, i64, i64, i64, Option<String>);
         let mut tx = self.begin().await?;
-        let query = sqlx::query_as(REMOVE_TASKS.text())
+        let query = sqlx::query_as(self.sql.of(&REMOVE_TASKS))
             .bind(walk.after)
             .bind(rows)
             .bind(millis(retention.retried))
@@ -160,7 +160,7 @@ impl Store {
         rows: i64,
     ) -> Result<u64, StoreError> {
         let mut tx = self.begin().await?;
-        let query = sqlx::query(REMOVE_EVENTS.text())
+        let query = sqlx::query(self.sql.of(&REMOVE_EVENTS))
             .bind(rows)
             .bind(millis(retention.events));
         let removed = tx.run(|c| query.execute(c)).await?;
@@ -171,7 +171,7 @@ impl Store {
     /// Removes up to `rows` expired idempotency keys.
     pub async fn remove_expired_keys(&self, rows: i64) -> Result<u64, StoreError> {
         let mut tx = self.begin().await?;
-        let query = sqlx::query(REMOVE_KEYS.text()).bind(rows);
+        let query = sqlx::query(self.sql.of(&REMOVE_KEYS)).bind(rows);
         let removed = tx.run(|c| query.execute(c)).await?;
         tx.commit().await?;
         Ok(removed.rows_affected())

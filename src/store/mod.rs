@@ -3,9 +3,11 @@
 //! - [`arrivals`]: insert what is new, lock what is known, apply what was decided
 //! - [`idempotency`]: which failures were applied already
 //! - [`dispatch`]: claim what is due, settle it, ask when to look again
+//! - [`import`]: what waits in another scheduler's table
+//! - [`place`]: which place the database belongs to
 //! - [`maintenance`]: what the gauges show, and what is too old to keep
 //!
-//! They share `tx` (a transaction), `batch` (the columns of a batch of failures), `events`
+//! `schema` makes the tables. All share `tx` (a transaction), `batch` (the columns of a batch of failures), `events`
 //! (the columns of history) and `statement` (a statement as a value). Time is Postgres's throughout: durations come in, moments are made here.
 
 pub mod arrivals;
@@ -14,7 +16,10 @@ pub mod dispatch;
 mod error;
 mod events;
 pub mod idempotency;
+pub mod import;
 pub mod maintenance;
+pub mod place;
+mod schema;
 mod statement;
 mod tx;
 
@@ -24,24 +29,15 @@ use anyhow::Context;
 use secrecy::ExposeSecret;
 use sqlx::{
     AssertSqlSafe, PgPool,
-    migrate::Migrator,
     postgres::{PgConnectOptions, PgPoolOptions},
 };
 
-pub use error::StoreError;
+pub use error::{StoreError, Unfit};
+use statement::Sql;
 pub use statement::Statement;
 use tx::{Tx, within};
 
 use crate::config::Settings;
-
-static MIGRATIONS: Migrator = sqlx::migrate!();
-
-/// The advisory lock that instances hold while they migrate. Any number will do, as
-/// long as only retry-schedulers on the same database use it.
-const MIGRATION_LOCK: i64 = 0x7265_7472_795f_6d67;
-
-/// How long to wait for another instance's migrations: it may be rewriting a large table.
-const MIGRATION_DEADLINE: Duration = Duration::from_secs(3600);
 
 /// Writes nothing, and fails where writing would fail: on a read-only server, without
 /// the right to write, without our tables or their newest columns.
@@ -58,10 +54,10 @@ const WRITES_NOTHING: &str = "
 
 /// Reads nothing, and fails where the tables or their newest columns are missing: with
 /// MIGRATE_ON_START=false somebody else makes them.
-const HAS_SCHEMA: &str =
-    "SELECT q.operation, e.attempt_id FROM retry_queue q, retry_events e, idempotency_keys LIMIT 0";
+const HAS_SCHEMA: &str = "SELECT q.operation, e.attempt_id
+     FROM retry_queue q, retry_events e, idempotency_keys, retry_place LIMIT 0";
 
-/// Every statement of the store but `BEGIN` and the probes.
+/// Every statement of the store but `BEGIN`, the probes and those of [`import`].
 pub static STATEMENTS: &[&Statement] = &[
     &arrivals::INSERT,
     &arrivals::LOCK_KNOWN,
@@ -80,6 +76,9 @@ pub static STATEMENTS: &[&Statement] = &[
     &dispatch::SETTLE,
     &dispatch::LOOK,
     &dispatch::NEXT_DUE,
+    &place::TAKE_PLACE,
+    &place::SHOW_PLACE,
+    &place::MOVE_PLACE,
     &maintenance::BACKLOG,
     &maintenance::REMOVE_TASKS,
     &maintenance::REMOVE_EVENTS,
@@ -94,6 +93,7 @@ pub struct Store {
     begin: Arc<str>,
     begin_claim: Arc<str>,
     instance: Arc<str>,
+    sql: Sql,
 }
 
 impl Store {
@@ -117,37 +117,13 @@ impl Store {
             begin_claim: format!("{begin}, {}", statement::settings(true)).into(),
             begin: format!("{begin}, {}", statement::settings(false)).into(),
             instance: instance.into(),
+            sql: Sql::new(settings.database_schema.as_deref(), STATEMENTS),
         })
-    }
-
-    /// Brings the schema up to date. Any number of instances may do so at once: one
-    /// transaction holds a lock (and so works behind a pooler) while the migrations
-    /// run on another connection.
-    pub async fn migrate(&self) -> anyhow::Result<()> {
-        let connection = self.within(self.pool.acquire()).await?;
-        let mut lock = Tx::on(connection, MIGRATION_DEADLINE, self.instance.clone());
-        lock.run(|c| sqlx::raw_sql("BEGIN").execute(c)).await?;
-        let wait = sqlx::query("SELECT pg_advisory_xact_lock($1)").bind(MIGRATION_LOCK);
-        lock.run(|c| wait.execute(c))
-            .await
-            .context("waiting for another instance's migrations")?;
-        Migrator {
-            migrations: MIGRATIONS.migrations.clone(),
-            // An older instance may restart while a newer one is rolled out.
-            ignore_missing: true,
-            locking: false,
-            ..Migrator::DEFAULT
-        }
-        .run(&self.pool)
-        .await
-        .context("applying migrations")?;
-        lock.rollback().await?;
-        Ok(())
     }
 
     /// Asks whether Postgres answers and has our tables.
     pub async fn ping(&self) -> Result<(), StoreError> {
-        self.within(sqlx::query(HAS_SCHEMA).execute(&self.pool))
+        self.within(sqlx::query(self.sql.probe(HAS_SCHEMA)).execute(&self.pool))
             .await?;
         Ok(())
     }
@@ -156,11 +132,17 @@ impl Store {
     /// answers a ping but not this. Writes a WAL record and no table.
     pub async fn prove_durable(&self) -> Result<(), StoreError> {
         let mut tx = self.begin().await?;
-        tx.run(|c| sqlx::raw_sql(WRITES_NOTHING).execute(c)).await?;
+        let writes = sqlx::raw_sql(self.sql.probe(WRITES_NOTHING));
+        tx.run(|c| writes.execute(c)).await?;
         let probe =
             sqlx::query("SELECT pg_logical_emit_message(true, 'retry-scheduler', 'probe')::text");
         tx.run(|c| probe.execute(c)).await?;
         tx.commit().await
+    }
+
+    /// A statement as this store runs it.
+    pub fn text(&self, statement: &'static Statement) -> String {
+        self.sql.of(statement).as_str().to_owned()
     }
 
     /// The number of open connections, and of those in use.
@@ -189,7 +171,8 @@ impl Store {
     /// A connection for a transaction; the caller begins it with `self.begin`.
     async fn unbegun(&self) -> Result<Tx, StoreError> {
         let connection = self.within(self.pool.acquire()).await?;
-        Ok(Tx::on(connection, self.deadline, self.instance.clone()))
+        let (instance, sql) = (self.instance.clone(), self.sql.clone());
+        Ok(Tx::on(connection, self.deadline, instance, sql))
     }
 
     async fn within<T>(

@@ -1,7 +1,13 @@
 //! A statement as a value, so that a test can prepare it and look at its plan; and the
 //! pieces of SQL that several statements share.
 
-use std::sync::LazyLock;
+use std::{
+    borrow::Cow,
+    collections::HashMap,
+    sync::{Arc, LazyLock},
+};
+
+use sqlx::{AssertSqlSafe, SqlSafeStr, SqlStr};
 
 use crate::domain::{classify::ErrorClass, review::Reason, task::Status};
 
@@ -21,6 +27,14 @@ const PLAN_SETTINGS: &str =
 /// waits and that any index will do; later such a plan walks all that is due for each
 /// lane and sorts it. Without sorting, only the index that has the right order is left.
 const CLAIM_SETTINGS: &str = "set_config('enable_sort', 'off', true)";
+
+/// Our tables, as statements name them.
+const TABLES: [&str; 4] = [
+    "retry_queue",
+    "retry_events",
+    "idempotency_keys",
+    "retry_place",
+];
 
 /// A statement of the store.
 pub struct Statement {
@@ -45,7 +59,7 @@ impl Statement {
         Self { name, text, claims }
     }
 
-    /// The SQL.
+    /// The SQL, for tables that are found by the connection's search path.
     pub fn text(&'static self) -> &'static str {
         &self.text
     }
@@ -54,6 +68,83 @@ impl Statement {
     pub fn settings(&self) -> String {
         settings(self.claims)
     }
+}
+
+/// The statements as a store runs them: as they are written, or, where DATABASE_SCHEMA is
+/// set, with that schema before each of our tables. A search path would do it too, but it
+/// belongs to a connection, and behind a pooler the connection is others' as well.
+#[derive(Clone)]
+pub(super) struct Sql(Option<Arc<InSchema>>);
+
+struct InSchema {
+    /// The schema as an SQL identifier.
+    quoted: String,
+    /// The rewritten statements by their names.
+    texts: HashMap<&'static str, Arc<str>>,
+}
+
+impl Sql {
+    /// Rewrites the statements, once.
+    pub(super) fn new(schema: Option<&str>, statements: &[&'static Statement]) -> Self {
+        Self(schema.map(|schema| {
+            let quoted = quoted(schema);
+            let texts = statements
+                .iter()
+                .map(|s| (s.name, qualified(s.text(), &quoted).into()))
+                .collect();
+            Arc::new(InSchema { quoted, texts })
+        }))
+    }
+
+    /// The schema that our tables are in, as an SQL identifier; none when the search path
+    /// finds them.
+    pub(super) fn schema(&self) -> Option<&str> {
+        self.0.as_ref().map(|in_schema| in_schema.quoted.as_str())
+    }
+
+    /// A statement of the list.
+    pub(super) fn of(&self, statement: &'static Statement) -> SqlStr {
+        let text = self.0.as_ref().and_then(|s| s.texts.get(statement.name));
+        match text {
+            Some(text) => AssertSqlSafe(text.clone()).into_sql_str(),
+            None => self.probe(statement.text()),
+        }
+    }
+
+    /// Other SQL that names our tables.
+    pub(super) fn probe(&self, sql: &'static str) -> SqlStr {
+        let sql: Cow<'static, str> = match self.schema() {
+            Some(schema) => qualified(sql, schema).into(),
+            None => sql.into(),
+        };
+        AssertSqlSafe(sql).into_sql_str()
+    }
+}
+
+/// Any text as an SQL identifier.
+pub(super) fn quoted(identifier: &str) -> String {
+    format!("\"{}\"", identifier.replace('"', "\"\""))
+}
+
+/// The same SQL with `schema` before each of our tables.
+fn qualified(sql: &str, schema: &str) -> String {
+    let in_a_word = |c: char| c.is_alphanumeric() || c == '_';
+    let mut text = String::with_capacity(sql.len() * 2);
+    let mut rest = sql;
+    while !rest.is_empty() {
+        let end = rest.find(|c| !in_a_word(c)).unwrap_or(rest.len());
+        let (word, after) = rest.split_at(end);
+        if TABLES.contains(&word) {
+            text.push_str(schema);
+            text.push('.');
+        }
+        text.push_str(word);
+        let next = after.find(in_a_word).unwrap_or(after.len());
+        let (between, after) = after.split_at(next);
+        text.push_str(between);
+        rest = after;
+    }
+    text
 }
 
 /// The planner settings of a transaction, as a list of expressions.
@@ -97,4 +188,29 @@ pub(super) fn statuses() -> String {
 fn list<'t>(texts: impl Iterator<Item = &'t str>) -> String {
     let quoted: Vec<String> = texts.map(|text| format!("'{text}'")).collect();
     quoted.join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_schema_stands_before_each_table_and_before_nothing_else() {
+        let sql = "UPDATE retry_queue q SET x = 'retry_queue_x' FROM retry_events, my_retry_place";
+        assert_eq!(
+            qualified(sql, "\"s\""),
+            "UPDATE \"s\".retry_queue q SET x = 'retry_queue_x' FROM \"s\".retry_events, my_retry_place"
+        );
+        assert_eq!(qualified("retry_place", "s"), "s.retry_place");
+        assert_eq!(qualified("", "s"), "");
+        assert_eq!(quoted("a\"b"), "\"a\"\"b\"");
+    }
+
+    #[test]
+    fn without_a_schema_a_statement_is_run_as_it_is_written() {
+        let sql = Sql::new(None, super::super::STATEMENTS);
+        for statement in super::super::STATEMENTS {
+            assert_eq!(sql.of(statement).as_str(), statement.text());
+        }
+    }
 }

@@ -4,7 +4,7 @@ use std::{future::Future, sync::Arc, time::Duration};
 
 use sqlx::{Postgres, pool::PoolConnection};
 
-use super::StoreError;
+use super::{StoreError, statement::Sql};
 use crate::plant::Bug;
 
 /// An open transaction.
@@ -17,6 +17,7 @@ pub struct Tx {
     connection: Option<PoolConnection<Postgres>>,
     deadline: Duration,
     pub(super) instance: Arc<str>,
+    pub(super) sql: Sql,
 }
 
 impl Tx {
@@ -25,11 +26,13 @@ impl Tx {
         connection: PoolConnection<Postgres>,
         deadline: Duration,
         instance: Arc<str>,
+        sql: Sql,
     ) -> Self {
         Self {
             connection: Some(connection),
             deadline,
             instance,
+            sql,
         }
     }
 

@@ -10,7 +10,7 @@ mod republish;
 mod request;
 mod review;
 
-pub use decode::{Arrived, Rules, Source, decode};
+pub use decode::{Arrived, Rules, Source, decode, decode_message};
 pub use republish::{Outgoing, republish, retry_id, with_bcc};
 pub use request::request;
 pub use review::{ReviewFormat, review};

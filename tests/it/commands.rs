@@ -26,7 +26,7 @@ pub(crate) fn text(bytes: &[u8]) -> String {
 }
 
 /// Checks that the binary failed, with one line on stderr that contains all of `parts`.
-fn one_line_naming(output: &Output, parts: &[&str]) {
+pub(crate) fn one_line_naming(output: &Output, parts: &[&str]) {
     let stderr = text(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{stderr}");
     assert_eq!(stderr.lines().count(), 1, "{stderr}");
@@ -65,6 +65,8 @@ async fn help_names_every_command() {
     for command in [
         "serve",
         "migrate",
+        "move",
+        "import",
         "check-config",
         "probe",
         "send",
@@ -99,7 +101,7 @@ async fn without_migrations_it_stays_unready_until_somebody_applies_them() {
     // back again and again, and a quorum queue drops what was handed back too often.
     let sent = run(&bed, &["send", "--queue", &queue, "--payload", "patience"]).await;
     assert_eq!(sent.status.code(), Some(0), "{}", text(&sent.stderr));
-    service.until_logged("intake cannot subscribe yet").await;
+    service.until_logged("not settled yet which place").await;
     for _ in 0..3 {
         let (status, body) = service.get("/ready").await;
         assert_eq!(status, 503, "{body}");

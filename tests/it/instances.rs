@@ -135,7 +135,7 @@ async fn eight_instances_starting_at_once_on_an_empty_database_all_become_ready(
 /// a lock or a setting that outlives its transaction is lost to us, and affects others.
 #[tokio::test(flavor = "multi_thread")]
 async fn nothing_is_asked_of_postgres_that_a_pooler_in_transaction_mode_cannot_keep() {
-    let bed = Bed::new().await;
+    let mut bed = Bed::new().await;
     sqlx::raw_sql(sqlx::AssertSqlSafe(format!(
         "ALTER DATABASE {} SET log_statement = 'all'",
         bed.queue("").trim_end_matches('.')
@@ -149,6 +149,8 @@ async fn nothing_is_asked_of_postgres_that_a_pooler_in_transaction_mode_cannot_k
     bed.client.send(&bed.intake(), &message(&queue, "x")).await;
     inbox.next().await;
     service.stop().await;
+    bed.set("DATABASE_SCHEMA", "pooled");
+    bed.start().await.stop().await;
 
     let log = crate::support::shared().await.postgres.log();
     let log = std::fs::read_to_string(log).expect("Postgres's log");
@@ -157,12 +159,14 @@ async fn nothing_is_asked_of_postgres_that_a_pooler_in_transaction_mode_cannot_k
     assert!(said("pg_advisory_xact_lock"), "the migration lock");
     assert!(said("set_config('statement_timeout', '13500', true)"));
     assert!(said("for update skip locked"), "the claim");
+    assert!(said("set local search_path = \"pooled\""), "a migration");
     for session in [
         "pg_advisory_lock(",
         "pg_try_advisory_lock(",
         " listen ",
         "set session ",
         "set statement_timeout",
+        "set search_path",
     ] {
         assert!(!said(session), "{session:?} outlives its transaction");
     }

@@ -5,7 +5,7 @@ mod json;
 
 use std::time::Duration;
 
-use lapin::BasicProperties;
+use lapin::{BasicProperties, types::ShortString};
 use prost::Message;
 use sha2::{Digest, Sha256};
 use uuid::Uuid;
@@ -96,6 +96,17 @@ pub fn decode(arrived: Arrived, rules: &Rules, fresh: fn() -> Uuid) -> NewTask {
         Ok(task) => task,
         Err(problem) => invalid(body, &properties, problem, rules, fresh),
     }
+}
+
+/// Turns a message that came by another way than a delivery into a task, by the same rules.
+pub fn decode_message(message: RetryMessage, rules: &Rules, fresh: fn() -> Uuid) -> NewTask {
+    let body = message.encode_to_vec();
+    let id = ShortString::try_new(message.message_id.as_str()).unwrap_or_default();
+    let properties = BasicProperties::default()
+        .with_content_type("application/x-protobuf".into())
+        .with_message_id(id);
+    validate(message, rules, fresh)
+        .unwrap_or_else(|problem| invalid(body, &properties, problem, rules, fresh))
 }
 
 /// The task for review that holds a delivery whole, with what is wrong with it.
