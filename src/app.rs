@@ -20,10 +20,7 @@ use crate::{
     http::Pages,
     intake::{Intake, Recorder},
     janitor::Janitor,
-    observe::{
-        health::{Health, Part},
-        metrics::Metrics,
-    },
+    observe::{health::Health, metrics::Metrics},
     store::{Store, maintenance::Retention},
     wire::{Rules, Source},
 };
@@ -90,18 +87,18 @@ impl App {
         stop_in_time(parts, shutdown, cancelled, deadline, store).await
     }
 
-    fn intake(&self, rules: Rules, wake: &Arc<Wake>, part: Part) -> Intake {
+    fn intake(&self, rules: Rules, wake: &Arc<Wake>, health: &Health, part: &str) -> Intake {
         Intake {
             broker: self.broker.clone(),
             recorder: Recorder::new(
-                self.store.clone(),
+                self.store.of_part(part),
                 Arc::new(rules),
                 wake.clone(),
                 self.metrics.clone(),
                 self.settings.idempotency_keys,
             ),
             metrics: self.metrics.clone(),
-            part,
+            part: health.part(part),
             prefetch: self.settings.intake_prefetch,
             batch: self.settings.intake_batch,
             linger: self.settings.intake_linger,
@@ -120,23 +117,24 @@ impl App {
             max_retries_limit: settings.max_retries_limit,
             max_payload_bytes: settings.max_payload_bytes,
         };
-        let mut intakes = vec![self.intake(rules.clone(), &wake, health.part("consumer"))];
+        let mut intakes = vec![self.intake(rules.clone(), &wake, &health, "consumer")];
         if let Some(queue) = &settings.dead_letter_queue {
             let rules = Rules {
                 intake_queue: queue.clone(),
                 source: Source::DeadLetters,
                 ..rules
             };
-            intakes.push(self.intake(rules, &wake, health.part("dead-letter-consumer")));
+            intakes.push(self.intake(rules, &wake, &health, "dead-letter-consumer"));
         }
         let dispatchers: Vec<Dispatcher> = (1..=settings.dispatch_workers)
-            .map(|n| Dispatcher {
+            .map(|n| format!("publisher-{n}"))
+            .map(|part| Dispatcher {
                 broker: self.broker.clone(),
-                store: self.store.clone(),
+                store: self.store.of_part(&part),
                 book: self.book.clone(),
                 wake: wake.clone(),
                 metrics: self.metrics.clone(),
-                part: health.part(format!("publisher-{n}")),
+                part: health.part(part),
                 service: settings.service_name.clone(),
                 review_queue: settings.manual_review_queue.clone(),
                 review_format: settings.review_format,

@@ -5,7 +5,7 @@
 //! - [`dispatch`]: claim what is due, settle it, ask when to look again
 //! - [`maintenance`]: what the gauges show, and what is too old to keep
 //!
-//! They share `tx` (a transaction), `batch` (the columns of a batch of failures), `events`
+//! They share `tx` (a transaction), `waits` (what its COMMIT waits for), `batch` (the columns of a batch of failures), `events`
 //! (the columns of history) and `statement` (a statement as a value). Time is Postgres's throughout: durations come in, moments are made here.
 
 pub mod arrivals;
@@ -17,13 +17,14 @@ pub mod idempotency;
 pub mod maintenance;
 mod statement;
 mod tx;
+mod waits;
 
 use std::{future::Future, sync::Arc, time::Duration};
 
 use anyhow::Context;
 use secrecy::ExposeSecret;
 use sqlx::{
-    AssertSqlSafe, PgPool,
+    PgPool,
     migrate::Migrator,
     postgres::{PgConnectOptions, PgPoolOptions},
 };
@@ -31,6 +32,8 @@ use sqlx::{
 pub use error::StoreError;
 pub use statement::Statement;
 use tx::{Tx, within};
+pub use waits::Wait;
+use waits::{BACKEND, Watch};
 
 use crate::config::Settings;
 
@@ -93,6 +96,9 @@ pub struct Store {
     begin: Arc<str>,
     begin_claim: Arc<str>,
     instance: Arc<str>,
+    /// The part of the service that uses this handle.
+    part: Arc<str>,
+    watch: Arc<Watch>,
 }
 
 impl Store {
@@ -108,7 +114,7 @@ impl Store {
         let pool = PgPoolOptions::new()
             .max_connections(settings.database_pool_size)
             .acquire_timeout(settings.database_timeout)
-            .connect_lazy_with(options);
+            .connect_lazy_with(options.clone());
         let begin = begin_statement(settings);
         Ok(Self {
             pool,
@@ -116,7 +122,22 @@ impl Store {
             begin_claim: format!("{begin}, {}", statement::settings(true)).into(),
             begin: format!("{begin}, {}", statement::settings(false)).into(),
             instance: instance.into(),
+            part: "postgres".into(),
+            watch: Arc::new(Watch::new(options, settings.database_timeout)),
         })
+    }
+
+    /// The same store for a part of the service, which [`Store::waits`] then names.
+    pub fn of_part(&self, part: &str) -> Self {
+        Self {
+            part: part.into(),
+            ..self.clone()
+        }
+    }
+
+    /// The COMMITs that wait for a synchronous standby now.
+    pub fn waits(&self) -> Vec<Wait> {
+        self.watch.waits()
     }
 
     /// Brings the schema up to date. Any number of instances may do so at once: one
@@ -124,7 +145,7 @@ impl Store {
     /// run on another connection.
     pub async fn migrate(&self) -> anyhow::Result<()> {
         let connection = self.within(self.pool.acquire()).await?;
-        let mut lock = Tx::on(connection, MIGRATION_DEADLINE, self.instance.clone());
+        let mut lock = Tx::on(connection, MIGRATION_DEADLINE, self);
         lock.run(|c| sqlx::raw_sql("BEGIN").execute(c)).await?;
         let wait = sqlx::query("SELECT pg_advisory_xact_lock($1)").bind(MIGRATION_LOCK);
         lock.run(|c| wait.execute(c))
@@ -172,6 +193,7 @@ impl Store {
     /// Closes idle connections and waits for those in use.
     pub async fn close(&self) {
         self.pool.close().await;
+        self.watch.close().await;
     }
 
     async fn begin(&self) -> Result<Tx, StoreError> {
@@ -180,15 +202,14 @@ impl Store {
 
     async fn begin_with(&self, statement: &str) -> Result<Tx, StoreError> {
         let mut tx = self.unbegun().await?;
-        let begin = sqlx::raw_sql(AssertSqlSafe(statement.to_owned()));
-        tx.run(|c| begin.execute(c)).await?;
+        tx.begin(statement).await?;
         Ok(tx)
     }
 
     /// A connection for a transaction; the caller begins it with `self.begin`.
     async fn unbegun(&self) -> Result<Tx, StoreError> {
         let connection = self.within(self.pool.acquire()).await?;
-        Ok(Tx::on(connection, self.deadline, self.instance.clone()))
+        Ok(Tx::on(connection, self.deadline, self))
     }
 
     async fn within<T>(
@@ -212,7 +233,7 @@ fn begin_statement(settings: &Settings) -> String {
     let statement = (deadline * 9 / 10).max(1);
     let idle = settings.confirm_timeout.as_millis() + deadline;
     format!(
-        "BEGIN; SELECT set_config('statement_timeout', '{statement}', true), \
+        "BEGIN; SELECT {BACKEND}, set_config('statement_timeout', '{statement}', true), \
          set_config('idle_in_transaction_session_timeout', '{idle}', true), \
          set_config('synchronous_commit', CASE current_setting('synchronous_commit') \
          WHEN 'off' THEN 'on' ELSE current_setting('synchronous_commit') END, true)"

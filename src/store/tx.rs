@@ -1,10 +1,13 @@
 //! A transaction whose connection is never handed on while it is open.
 
-use std::{future::Future, sync::Arc, time::Duration};
+use std::{future::Future, pin::pin, sync::Arc, time::Duration};
 
-use sqlx::{Postgres, pool::PoolConnection};
+use sqlx::{AssertSqlSafe, FromRow, Postgres, pool::PoolConnection, postgres::PgRow};
 
-use super::StoreError;
+use super::{
+    Store, StoreError,
+    waits::{Backend, Watch},
+};
 use crate::plant::Bug;
 
 /// An open transaction.
@@ -17,6 +20,10 @@ pub struct Tx {
     connection: Option<PoolConnection<Postgres>>,
     deadline: Duration,
     pub(super) instance: Arc<str>,
+    part: Arc<str>,
+    watch: Arc<Watch>,
+    /// Who runs this transaction, once it has begun.
+    backend: Option<Backend>,
 }
 
 impl Tx {
@@ -24,13 +31,26 @@ impl Tx {
     pub(super) fn on(
         connection: PoolConnection<Postgres>,
         deadline: Duration,
-        instance: Arc<str>,
+        store: &Store,
     ) -> Self {
         Self {
             connection: Some(connection),
             deadline,
-            instance,
+            instance: store.instance.clone(),
+            part: store.part.clone(),
+            watch: store.watch.clone(),
+            backend: None,
         }
+    }
+
+    /// Begins, and returns the row that `statement` answers with, which has the columns of
+    /// a [`Backend`]. This is one round trip: a simple query answers with the row of its
+    /// last statement.
+    pub(super) async fn begin(&mut self, statement: &str) -> Result<PgRow, StoreError> {
+        let begin = sqlx::raw_sql(AssertSqlSafe(statement.to_owned()));
+        let row = self.run(|c| begin.fetch_one(c)).await?;
+        self.backend = Some(Backend::from_row(&row)?);
+        Ok(row)
     }
 
     /// Runs one statement under the transaction's deadline.
@@ -48,18 +68,23 @@ impl Tx {
         }
     }
 
-    /// Commits. After an error the outcome is unknown: the answer may have been lost.
-    pub(super) async fn commit(self) -> Result<(), StoreError> {
-        self.end("COMMIT").await
+    /// Commits. After an error the outcome is unknown: the answer may have been lost. A
+    /// COMMIT that waits for a synchronous standby is waited for beyond the deadline.
+    pub(super) async fn commit(mut self) -> Result<(), StoreError> {
+        let (Some(connection), Some(backend)) = (&mut self.connection, &self.backend) else {
+            return Err(StoreError::Ended);
+        };
+        {
+            let commit = pin!(sqlx::raw_sql("COMMIT").execute(&mut **connection));
+            self.watch.answer(commit, backend, &self.part).await?;
+        }
+        drop(self.connection.take());
+        Ok(())
     }
 
     /// Undoes everything and keeps the connection.
-    pub(super) async fn rollback(self) -> Result<(), StoreError> {
-        self.end("ROLLBACK").await
-    }
-
-    async fn end(mut self, how: &'static str) -> Result<(), StoreError> {
-        self.run(|c| sqlx::raw_sql(how).execute(c)).await?;
+    pub(super) async fn rollback(mut self) -> Result<(), StoreError> {
+        self.run(|c| sqlx::raw_sql("ROLLBACK").execute(c)).await?;
         drop(self.connection.take());
         Ok(())
     }

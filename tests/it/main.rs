@@ -38,6 +38,7 @@ mod migrating;
 mod newer;
 mod pipeline;
 mod plans;
+mod standby;
 mod standing;
 mod stopping;
 mod strangers;
