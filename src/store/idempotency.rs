@@ -153,7 +153,10 @@ impl Store {
     /// Returns what is remembered under a key, if anything is.
     pub async fn show_key(&self, key: &Key) -> Result<Option<Remembered>, StoreError> {
         let query = sqlx::query_as(SHOW.text()).bind(&key.scope).bind(&key.key);
-        self.within(query.fetch_optional(&self.pool)).await
+        let mut tx = self.begin().await?;
+        let remembered = tx.run(|c| query.fetch_optional(c)).await?;
+        tx.rollback().await?;
+        Ok(remembered)
     }
 
     /// Forgets a key in `actor`'s name, and returns what was remembered.

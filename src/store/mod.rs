@@ -5,7 +5,8 @@
 //! - [`dispatch`]: claim what is due, settle it, ask when to look again
 //! - [`maintenance`]: what the gauges show, and what is too old to keep
 //!
-//! They share `tx` (a transaction), `waits` (what its COMMIT waits for), `batch` (the columns of a batch of failures), `events`
+//! They share `tx` (a transaction), `waits` (what its COMMIT waits for), `pooler`
+//! (whether statements are safe on the way), `batch` (the columns of a batch of failures), `events`
 //! (the columns of history) and `statement` (a statement as a value). Time is Postgres's throughout: durations come in, moments are made here.
 
 pub mod arrivals;
@@ -15,6 +16,7 @@ mod error;
 mod events;
 pub mod idempotency;
 pub mod maintenance;
+mod pooler;
 mod statement;
 mod tx;
 mod waits;
@@ -30,6 +32,7 @@ use sqlx::{
 };
 
 pub use error::StoreError;
+use pooler::Pooler;
 pub use statement::Statement;
 use tx::{Tx, within};
 pub use waits::Wait;
@@ -99,6 +102,7 @@ pub struct Store {
     /// The part of the service that uses this handle.
     part: Arc<str>,
     watch: Arc<Watch>,
+    pooler: Arc<Pooler>,
 }
 
 impl Store {
@@ -110,8 +114,18 @@ impl Store {
             .expose_secret()
             .parse()
             .context("DATABASE_URL")?;
-        let options = options.application_name(&settings.service_name);
+        let options = options
+            .application_name(&settings.service_name)
+            // PgBouncer refuses this parameter. It is about numbers with a fraction in text
+            // form, and no statement of ours answers with one.
+            .extra_float_digits(None);
+        let pooler = Arc::new(Pooler::new());
+        let connects = pooler.clone();
         let pool = PgPoolOptions::new()
+            .after_connect(move |_, _| {
+                connects.suspect();
+                Box::pin(async { Ok(()) })
+            })
             .max_connections(settings.database_pool_size)
             .acquire_timeout(settings.database_timeout)
             .connect_lazy_with(options.clone());
@@ -124,6 +138,7 @@ impl Store {
             instance: instance.into(),
             part: "postgres".into(),
             watch: Arc::new(Watch::new(options, settings.database_timeout)),
+            pooler,
         })
     }
 
@@ -144,6 +159,7 @@ impl Store {
     /// transaction holds a lock (and so works behind a pooler) while the migrations
     /// run on another connection.
     pub async fn migrate(&self) -> anyhow::Result<()> {
+        self.check_pooler().await?;
         let connection = self.within(self.pool.acquire()).await?;
         let mut lock = Tx::on(connection, MIGRATION_DEADLINE, self);
         lock.run(|c| sqlx::raw_sql("BEGIN").execute(c)).await?;
@@ -165,9 +181,10 @@ impl Store {
         Ok(())
     }
 
-    /// Asks whether Postgres answers and has our tables.
+    /// Asks whether Postgres answers and has our tables, and is no pooler that does harm.
     pub async fn ping(&self) -> Result<(), StoreError> {
-        self.within(sqlx::query(HAS_SCHEMA).execute(&self.pool))
+        self.pooler.harmless()?;
+        self.within(sqlx::raw_sql(HAS_SCHEMA).execute(&self.pool))
             .await?;
         Ok(())
     }
@@ -208,6 +225,7 @@ impl Store {
 
     /// A connection for a transaction; the caller begins it with `self.begin`.
     async fn unbegun(&self) -> Result<Tx, StoreError> {
+        self.check_pooler().await?;
         let connection = self.within(self.pool.acquire()).await?;
         Ok(Tx::on(connection, self.deadline, self))
     }

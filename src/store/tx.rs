@@ -6,6 +6,7 @@ use sqlx::{AssertSqlSafe, FromRow, Postgres, pool::PoolConnection, postgres::PgR
 
 use super::{
     Store, StoreError,
+    pooler::{Pooler, tells_of_strangers},
     waits::{Backend, Watch},
 };
 use crate::plant::Bug;
@@ -22,6 +23,7 @@ pub struct Tx {
     pub(super) instance: Arc<str>,
     part: Arc<str>,
     watch: Arc<Watch>,
+    pooler: Arc<Pooler>,
     /// Who runs this transaction, once it has begun.
     backend: Option<Backend>,
 }
@@ -39,6 +41,7 @@ impl Tx {
             instance: store.instance.clone(),
             part: store.part.clone(),
             watch: store.watch.clone(),
+            pooler: store.pooler.clone(),
             backend: None,
         }
     }
@@ -62,10 +65,14 @@ impl Tx {
         F: Future<Output = Result<T, sqlx::Error>>,
     {
         let deadline = self.deadline;
-        match &mut self.connection {
-            Some(connection) => within(deadline, work(connection)).await,
-            None => Err(StoreError::Ended),
+        let Some(connection) = &mut self.connection else {
+            return Err(StoreError::Ended);
+        };
+        let done = within(deadline, work(connection)).await;
+        if done.as_ref().is_err_and(tells_of_strangers) {
+            self.pooler.suspect();
         }
+        done
     }
 
     /// Commits. After an error the outcome is unknown: the answer may have been lost. A
@@ -78,15 +85,20 @@ impl Tx {
             let commit = pin!(sqlx::raw_sql("COMMIT").execute(&mut **connection));
             self.watch.answer(commit, backend, &self.part).await?;
         }
-        drop(self.connection.take());
+        self.release();
         Ok(())
     }
 
     /// Undoes everything and keeps the connection.
     pub(super) async fn rollback(mut self) -> Result<(), StoreError> {
         self.run(|c| sqlx::raw_sql("ROLLBACK").execute(c)).await?;
-        drop(self.connection.take());
+        self.release();
         Ok(())
+    }
+
+    /// Gives the connection back to the pool. No transaction may be open on it.
+    pub(super) fn release(mut self) {
+        drop(self.connection.take());
     }
 }
 

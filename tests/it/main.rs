@@ -38,6 +38,7 @@ mod migrating;
 mod newer;
 mod pipeline;
 mod plans;
+mod pooler;
 mod standby;
 mod standing;
 mod stopping;
