@@ -101,11 +101,11 @@ impl App {
         stop_in_time(parts, shutdown, cancelled, deadline, store).await
     }
 
-    fn intake(&self, rules: Rules, wake: &Arc<Wake>, part: Part) -> Intake {
+    fn intake(&self, rules: Rules, wake: &Arc<Wake>, health: &Health, part: &str) -> Intake {
         Intake {
             broker: self.broker.clone(),
             recorder: Recorder::new(
-                self.store.clone(),
+                self.store.of_part(part),
                 Arc::new(rules),
                 wake.clone(),
                 self.metrics.clone(),
@@ -113,7 +113,7 @@ impl App {
                 self.settings.idempotency_keys,
             ),
             metrics: self.metrics.clone(),
-            part,
+            part: health.part(part),
             prefetch: self.settings.intake_prefetch,
             batch: self.settings.intake_batch,
             linger: self.settings.intake_linger,
@@ -125,23 +125,24 @@ impl App {
         let wake = Arc::new(Wake::default());
         let settings = &self.settings;
         let rules = rules(settings, self.book.clone());
-        let mut intakes = vec![self.intake(rules.clone(), &wake, health.part("consumer"))];
+        let mut intakes = vec![self.intake(rules.clone(), &wake, &health, "consumer")];
         if let Some(queue) = &settings.dead_letter_queue {
             let rules = Rules {
                 intake_queue: queue.clone(),
                 source: Source::DeadLetters,
                 ..rules
             };
-            intakes.push(self.intake(rules, &wake, health.part("dead-letter-consumer")));
+            intakes.push(self.intake(rules, &wake, &health, "dead-letter-consumer"));
         }
         let dispatchers: Vec<Dispatcher> = (1..=settings.dispatch_workers)
-            .map(|n| Dispatcher {
+            .map(|n| format!("publisher-{n}"))
+            .map(|part| Dispatcher {
                 broker: self.broker.clone(),
-                store: self.store.clone(),
+                store: self.store.of_part(&part),
                 book: self.book.clone(),
                 wake: wake.clone(),
                 metrics: self.metrics.clone(),
-                part: health.part(format!("publisher-{n}")),
+                part: health.part(part),
                 service: settings.service_name.clone(),
                 review_queue: settings.manual_review_queue.clone(),
                 review_format: settings.review_format,

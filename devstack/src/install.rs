@@ -43,6 +43,7 @@ fi
 pub(crate) enum Package {
     Postgres,
     RabbitMq,
+    PgBouncer,
     Faketime,
     Mmdebstrap,
     /// The keys that Debian signs with, which Ubuntu does not have by itself.
@@ -54,6 +55,7 @@ impl Package {
         match self {
             Self::Postgres => "postgresql",
             Self::RabbitMq => "rabbitmq-server",
+            Self::PgBouncer => "pgbouncer",
             Self::Faketime => "faketime",
             Self::Mmdebstrap => "mmdebstrap",
             Self::DebianKeys => "debian-archive-keyring",
@@ -64,6 +66,7 @@ impl Package {
         match self {
             Self::Postgres => Some("postgresql@17"),
             Self::RabbitMq => Some("rabbitmq"),
+            Self::PgBouncer => Some("pgbouncer"),
             Self::Faketime => Some("libfaketime"),
             Self::Mmdebstrap | Self::DebianKeys => None,
         }

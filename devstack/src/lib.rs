@@ -17,6 +17,7 @@ mod amqp;
 mod foreground;
 mod install;
 mod lock;
+mod pgbouncer;
 mod ports;
 mod postgres;
 mod process;
@@ -36,12 +37,16 @@ use anyhow::{Result, anyhow};
 pub use amqp::speaks_amqp;
 pub use foreground::Foreground;
 pub use lock::Lock;
+pub use pgbouncer::PgBouncer;
 pub use ports::free_or_other;
 pub use postgres::{Postgres, Standby};
 pub use process::exit_code;
-pub use programs::{RABBITMQ_ROOT, RabbitMqPrograms, ensure_found, ensure_installed, faketime};
+pub use programs::{
+    PGBOUNCER_ROOT, PgBouncerProgram, RABBITMQ_ROOT, RabbitMqPrograms, ensure_found,
+    ensure_installed, faketime,
+};
 pub use rabbitmq::RabbitMq;
-pub use unpacked::RABBITMQ_VERSIONS;
+pub use unpacked::{PGBOUNCER_VERSIONS, RABBITMQ_VERSIONS};
 
 /// How often the start of a service is tried. It is tried again, with other ports, if another
 /// process has taken the ports between our choosing them and the service's listening on them.

@@ -1,11 +1,11 @@
-//! Finds the programs of Postgres and RabbitMQ, and has them installed if they are missing.
+//! Finds the programs of Postgres, RabbitMQ and PgBouncer, and has them installed if they are missing.
 
 use std::env;
 use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 
 use crate::install;
 use crate::unpacked;
@@ -31,6 +31,17 @@ pub struct RabbitMqPrograms {
 
 /// Names the root of an unpacked RabbitMQ, which is then used instead of the installed one.
 pub const RABBITMQ_ROOT: &str = "DEVSTACK_RABBITMQ_ROOT";
+
+/// The program `pgbouncer`.
+#[derive(Clone, Debug)]
+pub struct PgBouncerProgram {
+    program: PathBuf,
+    /// The root that it is unpacked in. `None` is the machine itself.
+    root: Option<PathBuf>,
+}
+
+/// Names the root of an unpacked PgBouncer, which is then used instead of the installed one.
+pub const PGBOUNCER_ROOT: &str = "DEVSTACK_PGBOUNCER_ROOT";
 
 /// Makes sure that Postgres and RabbitMQ are on this machine. If one is missing, installs Debian's
 /// package, or fails with instructions if that is not possible.
@@ -199,6 +210,84 @@ impl RabbitMqPrograms {
             epmd: find_epmd()?,
             root: None,
         })
+    }
+}
+
+impl PgBouncerProgram {
+    /// The PgBouncer that [`PGBOUNCER_ROOT`] names, or the installed one. If there is none, installs
+    /// Debian's package.
+    pub fn find_or_install() -> Result<Self> {
+        if Self::find().is_none() {
+            let missing = || match Self::find() {
+                Some(_) => Vec::new(),
+                None => vec![install::Package::PgBouncer],
+            };
+            install::install(missing)?;
+        }
+        Self::find().context("PgBouncer was installed but cannot be found")
+    }
+
+    /// One of the [`PGBOUNCER_VERSIONS`](crate::PGBOUNCER_VERSIONS), whichever version is installed.
+    /// It is unpacked into the directory `under` once, which takes root rights and a download.
+    pub fn of_version(version: &str, under: &Path) -> Result<Self> {
+        unpacked::pgbouncer(version, under).map(Self::unpacked_in)
+    }
+
+    /// The root that it is unpacked in, unless it is installed on the machine.
+    pub fn root(&self) -> Option<&Path> {
+        self.root.as_deref()
+    }
+
+    /// The words of a command line that runs it.
+    pub(crate) fn command_line(&self) -> Vec<OsString> {
+        match &self.root {
+            Some(root) => unpacked::command_line(root, &self.program),
+            None => vec![self.program.clone().into()],
+        }
+    }
+
+    /// The major and the minor number of its version.
+    pub fn version(&self) -> Result<(u32, u32)> {
+        let words = self.command_line();
+        let output = crate::process::output(
+            std::process::Command::new(&words[0])
+                .args(&words[1..])
+                .arg("--version"),
+        )?;
+        // The first line is for example "PgBouncer 1.18.0".
+        let version = output.lines().next().unwrap_or_default();
+        let mut numbers = version
+            .trim_start_matches(|c: char| !c.is_ascii_digit())
+            .split('.')
+            .map(str::parse);
+        match (numbers.next(), numbers.next()) {
+            (Some(Ok(major)), Some(Ok(minor))) => Ok((major, minor)),
+            _ => bail!("{version:?} is no version of PgBouncer"),
+        }
+    }
+
+    fn unpacked_in(root: PathBuf) -> Self {
+        Self {
+            program: PathBuf::from("/usr/sbin/pgbouncer"),
+            root: Some(root),
+        }
+    }
+
+    fn find() -> Option<Self> {
+        if let Some(root) = env::var_os(PGBOUNCER_ROOT) {
+            return Some(Self::unpacked_in(root.into()));
+        }
+        let mut places = path_directories();
+        places.push(PathBuf::from("/usr/sbin"));
+        places.extend(HOMEBREW.map(|prefix| Path::new(prefix).join("bin")));
+        places
+            .into_iter()
+            .map(|bin| bin.join("pgbouncer"))
+            .find(|program| program.is_file())
+            .map(|program| Self {
+                program,
+                root: None,
+            })
     }
 }
 

@@ -1,4 +1,5 @@
-//! Unpacks a RabbitMQ of another version than the machine's, and runs it beside that one.
+//! Unpacks a RabbitMQ or PgBouncer of another version than the machine's, and runs it beside that
+//! one.
 //!
 //! The packages of another Debian suite are unpacked into a directory, the root. Their programs
 //! expect to be in /usr, together with the libraries of their suite, so they run in a mount
@@ -21,9 +22,21 @@ use crate::programs;
 /// The versions of RabbitMQ that can be unpacked.
 pub const RABBITMQ_VERSIONS: [&str; 1] = ["4.0"];
 
+/// The versions of PgBouncer that can be unpacked.
+pub const PGBOUNCER_VERSIONS: [&str; 1] = ["1.24"];
+
+/// What is unpacked.
+struct Edition<'a> {
+    name: &'static str,
+    version: &'a str,
+    /// The Debian suite that has this version.
+    suite: &'static str,
+    packages: &'static str,
+}
+
 /// RabbitMQ depends on Erlang, but not on what every Debian has: a shell and the programs that the
 /// scripts of both call.
-const PACKAGES: &str = "rabbitmq-server,dash,coreutils,sed,grep";
+const RABBITMQ_PACKAGES: &str = "rabbitmq-server,dash,coreutils,sed,grep";
 
 /// Lays a directory over /usr and becomes the program that the other arguments name. What the
 /// machine sets for its own programs and libraries must not lead those of the root astray.
@@ -53,16 +66,91 @@ pub(crate) fn rabbitmq(version: &str, under: &Path) -> Result<PathBuf> {
             RABBITMQ_VERSIONS.join(", ")
         ),
     };
-    may_mount().with_context(|| format!("RabbitMQ {version} cannot run beside the machine's"))?;
-    fs::create_dir_all(under).with_context(|| format!("Failed to create {}", under.display()))?;
-    let root = fs::canonicalize(under)?.join(format!("rabbitmq-{version}"));
-    if !root.exists() {
-        ensure_mmdebstrap()
-            .and_then(|()| make(suite, &root))
-            .with_context(|| format!("RabbitMQ {version} cannot be unpacked"))?;
-    }
+    let edition = Edition {
+        name: "RabbitMQ",
+        version,
+        suite,
+        packages: RABBITMQ_PACKAGES,
+    };
+    let root = edition.unpack(under)?;
     check(version, &root)?;
     Ok(root)
+}
+
+/// Returns the root of a PgBouncer of this version, in the directory `under`, as [`rabbitmq`] does.
+pub(crate) fn pgbouncer(version: &str, under: &Path) -> Result<PathBuf> {
+    let suite = match version {
+        "1.24" => "trixie",
+        _ => bail!(
+            "PgBouncer {version} cannot be unpacked; these can: {}",
+            PGBOUNCER_VERSIONS.join(", ")
+        ),
+    };
+    let edition = Edition {
+        name: "PgBouncer",
+        version,
+        suite,
+        packages: "pgbouncer",
+    };
+    edition.unpack(under)
+}
+
+impl Edition<'_> {
+    fn unpack(&self, under: &Path) -> Result<PathBuf> {
+        let Self { name, version, .. } = self;
+        may_mount().with_context(|| format!("{name} {version} cannot run beside the machine's"))?;
+        fs::create_dir_all(under)
+            .with_context(|| format!("Failed to create {}", under.display()))?;
+        let directory = format!("{}-{version}", name.to_ascii_lowercase());
+        let root = fs::canonicalize(under)?.join(directory);
+        if !root.exists() {
+            ensure_mmdebstrap()
+                .and_then(|()| self.make(&root))
+                .with_context(|| format!("{name} {version} cannot be unpacked"))?;
+        }
+        Ok(root)
+    }
+
+    /// Unpacks the packages. The root gets its name only when it is complete; one that was left half
+    /// made is made again.
+    fn make(&self, root: &Path) -> Result<()> {
+        let beside = |what: &str| PathBuf::from(format!("{}-{what}", root.display()));
+        let (half_made, log_path) = (beside("half-made"), beside("log"));
+        let lock = install::lock()?;
+        if root.exists() {
+            // Another process has made it while we waited for the lock.
+            return Ok(());
+        }
+        if half_made.exists() {
+            fs::remove_dir_all(&half_made)
+                .with_context(|| format!("Failed to delete {}", half_made.display()))?;
+        }
+        let log = File::create(&log_path)
+            .with_context(|| format!("Failed to create {}", log_path.display()))?;
+
+        // What mmdebstrap mounts in the root is mounted in a namespace of its own and so never stays
+        // behind, where deleting a half-made root would delete files of the machine.
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "mmdebstrap", "--variant=extract"]);
+        command.arg(format!("--include={}", self.packages));
+        command.arg(self.suite).arg(&half_made);
+        command
+            // mmdebstrap shares the lock, so that nobody begins anew while it works, even if we die.
+            .stdin(Stdio::from(lock.try_clone()?))
+            .stdout(log.try_clone()?)
+            .stderr(log);
+        let what = format!("devstack: unpacking {} of Debian {}", self.name, self.suite);
+        if !install::run_showing_time(&mut command, &what)? {
+            bail!(
+                "mmdebstrap failed: {}",
+                process::tail(&log_path, 5).replace('\n', "; ")
+            );
+        }
+        fs::rename(&half_made, root)
+            .with_context(|| format!("Failed to make {}", root.display()))?;
+        let _ = fs::remove_file(&log_path);
+        Ok(())
+    }
 }
 
 /// Fails unless a directory can be laid over /usr here. In many containers not even root may do so.
@@ -107,46 +195,6 @@ fn ensure_mmdebstrap() -> Result<()> {
         bail!("install the packages mmdebstrap and debian-archive-keyring");
     }
     install::install(missing)
-}
-
-/// Unpacks the packages. The root gets its name only when it is complete; one that was left half
-/// made is made again.
-fn make(suite: &str, root: &Path) -> Result<()> {
-    let beside = |what: &str| PathBuf::from(format!("{}-{what}", root.display()));
-    let (half_made, log_path) = (beside("half-made"), beside("log"));
-    let lock = install::lock()?;
-    if root.exists() {
-        // Another process has made it while we waited for the lock.
-        return Ok(());
-    }
-    if half_made.exists() {
-        fs::remove_dir_all(&half_made)
-            .with_context(|| format!("Failed to delete {}", half_made.display()))?;
-    }
-    let log = File::create(&log_path)
-        .with_context(|| format!("Failed to create {}", log_path.display()))?;
-
-    // What mmdebstrap mounts in the root is mounted in a namespace of its own and so never stays
-    // behind, where deleting a half-made root would delete files of the machine.
-    let mut command = Command::new("unshare");
-    command.args(["--mount", "mmdebstrap", "--variant=extract"]);
-    command.arg(format!("--include={PACKAGES}"));
-    command.arg(suite).arg(&half_made);
-    command
-        // mmdebstrap shares the lock, so that nobody begins anew while it works, even if we die.
-        .stdin(Stdio::from(lock.try_clone()?))
-        .stdout(log.try_clone()?)
-        .stderr(log);
-    let what = format!("devstack: unpacking rabbitmq-server of Debian {suite}");
-    if !install::run_showing_time(&mut command, &what)? {
-        bail!(
-            "mmdebstrap failed: {}",
-            process::tail(&log_path, 5).replace('\n', "; ")
-        );
-    }
-    fs::rename(&half_made, root).with_context(|| format!("Failed to make {}", root.display()))?;
-    let _ = fs::remove_file(&log_path);
-    Ok(())
 }
 
 /// Fails if the root holds another version, which is so when the suite has moved on.

@@ -265,6 +265,10 @@ mod tests {
             ("RABBITMQ_URL", "http://localhost"),
             ("DATABASE_URL", "mysql://localhost/x"),
             ("DATABASE_URL", "::"),
+            (
+                "DATABASE_URL",
+                "postgresql://localhost/x?statement-cache-capacity=0",
+            ),
             ("DEFAULT_MAX_RETRIES", "-1"),
             ("BASE_DELAY_MS", "0"),
             ("BASE_DELAY_MS", "2s"),

@@ -1,10 +1,10 @@
 //! Reads and checks single settings; every error names its setting.
 
-use std::{fmt, path::Path, time::Duration};
+use std::{borrow::Cow, fmt, path::Path, time::Duration};
 
 use config::{Config, File, FileFormat, Value, ValueKind};
 use globset::{Glob, GlobSet, GlobSetBuilder};
-use secrecy::SecretString;
+use secrecy::{ExposeSecret, SecretString};
 use serde::de::DeserializeOwned;
 use url::Url;
 
@@ -112,7 +112,19 @@ impl Values {
     }
 
     pub(super) fn database_url(&self, name: &'static str) -> Result<SecretString, ConfigError> {
-        self.url(name, &["postgresql", "postgres"])
+        let url = self.url(name, &["postgresql", "postgres"])?;
+        // sqlx then prepares each statement each time it runs, under a new name, and never
+        // closes one: the memory of the backends would grow without end.
+        let uncached = |(key, value): (Cow<'_, str>, Cow<'_, str>)| {
+            key == "statement-cache-capacity" && value.parse() == Ok(0)
+        };
+        let parsed = Url::parse(url.expose_secret());
+        if parsed.is_ok_and(|url| url.query_pairs().any(uncached)) {
+            let why = "statement-cache-capacity=0 makes Postgres's memory grow and helps behind no \
+                       pooler: leave it out";
+            return Err(ConfigError::new(name, why));
+        }
+        Ok(url)
     }
 
     /// A URL with one of these schemes. `Broker::new` and `Store::open` check the rest,

@@ -55,6 +55,12 @@ impl Pages {
             detail: answer.map_or_else(|e| e, |()| "answers".into()),
         }];
         parts.extend(self.health.parts());
+        for wait in self.store.waits() {
+            if let Some(part) = parts.iter_mut().find(|part| *part.name == *wait.part) {
+                part.up = false;
+                part.detail = wait.to_string();
+            }
+        }
         parts
     }
 }

@@ -7,7 +7,7 @@ use std::{
 
 use chrono::{DateTime, Utc};
 use sha2::{Digest, Sha256};
-use sqlx::{AssertSqlSafe, FromRow, Row, postgres::PgRow};
+use sqlx::{FromRow, Row, postgres::PgRow};
 use uuid::Uuid;
 
 use super::{
@@ -234,11 +234,7 @@ impl Store {
     /// Opens a transaction for one batch.
     pub async fn begin_intake(&self) -> Result<IntakeTx, StoreError> {
         let mut tx = self.unbegun().await?;
-        // One round trip: a simple query answers with the row of its last statement.
-        let begin = format!("{}, {MARK}", self.begin);
-        let row = tx
-            .run(|c| sqlx::raw_sql(AssertSqlSafe(begin)).fetch_one(c))
-            .await?;
+        let row = tx.begin(&format!("{}, {MARK}", self.begin)).await?;
         let mark = Mark::from_row(&row)?;
         Ok(IntakeTx { tx, mark })
     }

@@ -287,7 +287,10 @@ impl Store {
     /// Returns what a claim would take now, without taking it.
     pub async fn look_at_due(&self, rows: usize) -> Result<Vec<Task>, StoreError> {
         let query = sqlx::query_as(self.sql.of(&LOOK)).bind(limit(rows));
-        self.within(query.fetch_all(&self.pool)).await
+        let mut tx = self.begin().await?;
+        let due = tx.run(|c| query.fetch_all(c)).await?;
+        tx.rollback().await?;
+        Ok(due)
     }
 
     /// Returns when the first of the waiting rows is due, whoever holds it; none when no

@@ -17,6 +17,13 @@ pub enum StoreError {
     /// Postgres did not answer in time.
     #[error("Postgres did not answer within {0:?}")]
     Silent(Duration),
+    /// A pooler mixes up the prepared statements of its clients; what was seen of it.
+    #[error(
+        "DATABASE_URL leads to a pooler in transaction mode that mixes up the prepared statements of its \
+         clients ({0}); so nothing is stored or sent: use PgBouncer 1.21 or later with \
+         max_prepared_statements above 0, or pool_mode = session, or connect to Postgres directly"
+    )]
+    SharedServers(String),
     /// A statement was to run in a transaction that has already ended.
     #[error("the transaction has already ended")]
     Ended,
@@ -27,6 +34,12 @@ pub enum StoreError {
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct Unfit(pub(super) String);
+impl StoreError {
+    /// What Postgres or the client said, without our words around it.
+    pub(super) fn cause(&self) -> String {
+        std::error::Error::source(self).map_or_else(|| self.to_string(), ToString::to_string)
+    }
+}
 
 impl From<sqlx::Error> for StoreError {
     fn from(error: sqlx::Error) -> Self {

@@ -165,7 +165,10 @@ impl Store {
         let query = sqlx::query_as(self.sql.of(&SHOW))
             .bind(&key.scope)
             .bind(&key.key);
-        self.within(query.fetch_optional(&self.pool)).await
+        let mut tx = self.begin().await?;
+        let remembered = tx.run(|c| query.fetch_optional(c)).await?;
+        tx.rollback().await?;
+        Ok(remembered)
     }
 
     /// Forgets a key in `actor`'s name, and returns what was remembered.

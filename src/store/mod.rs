@@ -7,7 +7,8 @@
 //! - [`place`]: which place the database belongs to
 //! - [`maintenance`]: what the gauges show, and what is too old to keep
 //!
-//! `schema` makes the tables. All share `tx` (a transaction), `batch` (the columns of a batch of failures), `events`
+//! `schema` makes the tables. All share `tx` (a transaction), `waits` (what its COMMIT waits for),
+//! `pooler` (whether statements are safe on the way), `batch` (the columns of a batch of failures), `events`
 //! (the columns of history) and `statement` (a statement as a value). Time is Postgres's throughout: durations come in, moments are made here.
 
 pub mod arrivals;
@@ -19,23 +20,28 @@ pub mod idempotency;
 pub mod import;
 pub mod maintenance;
 pub mod place;
+mod pooler;
 mod schema;
 mod statement;
 mod tx;
+mod waits;
 
 use std::{future::Future, sync::Arc, time::Duration};
 
 use anyhow::Context;
 use secrecy::ExposeSecret;
 use sqlx::{
-    AssertSqlSafe, PgPool,
+    PgPool,
     postgres::{PgConnectOptions, PgPoolOptions},
 };
 
 pub use error::{StoreError, Unfit};
+use pooler::Pooler;
 use statement::Sql;
 pub use statement::Statement;
 use tx::{Tx, within};
+pub use waits::Wait;
+use waits::{BACKEND, Watch};
 
 use crate::config::Settings;
 
@@ -94,6 +100,10 @@ pub struct Store {
     begin_claim: Arc<str>,
     instance: Arc<str>,
     sql: Sql,
+    /// The part of the service that uses this handle.
+    part: Arc<str>,
+    watch: Arc<Watch>,
+    pooler: Arc<Pooler>,
 }
 
 impl Store {
@@ -105,11 +115,21 @@ impl Store {
             .expose_secret()
             .parse()
             .context("DATABASE_URL")?;
-        let options = options.application_name(&settings.service_name);
+        let options = options
+            .application_name(&settings.service_name)
+            // PgBouncer refuses this parameter. It is about numbers with a fraction in text
+            // form, and no statement of ours answers with one.
+            .extra_float_digits(None);
+        let pooler = Arc::new(Pooler::new());
+        let connects = pooler.clone();
         let pool = PgPoolOptions::new()
+            .after_connect(move |_, _| {
+                connects.suspect();
+                Box::pin(async { Ok(()) })
+            })
             .max_connections(settings.database_pool_size)
             .acquire_timeout(settings.database_timeout)
-            .connect_lazy_with(options);
+            .connect_lazy_with(options.clone());
         let begin = begin_statement(settings);
         Ok(Self {
             pool,
@@ -118,12 +138,29 @@ impl Store {
             begin: format!("{begin}, {}", statement::settings(false)).into(),
             instance: instance.into(),
             sql: Sql::new(settings.database_schema.as_deref(), STATEMENTS),
+            part: "postgres".into(),
+            watch: Arc::new(Watch::new(options, settings.database_timeout)),
+            pooler,
         })
     }
 
-    /// Asks whether Postgres answers and has our tables.
+    /// The same store for a part of the service, which [`Store::waits`] then names.
+    pub fn of_part(&self, part: &str) -> Self {
+        Self {
+            part: part.into(),
+            ..self.clone()
+        }
+    }
+
+    /// The COMMITs that wait for a synchronous standby now.
+    pub fn waits(&self) -> Vec<Wait> {
+        self.watch.waits()
+    }
+
+    /// Asks whether Postgres answers and has our tables, and is no pooler that does harm.
     pub async fn ping(&self) -> Result<(), StoreError> {
-        self.within(sqlx::query(self.sql.probe(HAS_SCHEMA)).execute(&self.pool))
+        self.pooler.harmless()?;
+        self.within(sqlx::raw_sql(self.sql.probe(HAS_SCHEMA)).execute(&self.pool))
             .await?;
         Ok(())
     }
@@ -155,6 +192,7 @@ impl Store {
     /// Closes idle connections and waits for those in use.
     pub async fn close(&self) {
         self.pool.close().await;
+        self.watch.close().await;
     }
 
     async fn begin(&self) -> Result<Tx, StoreError> {
@@ -163,16 +201,15 @@ impl Store {
 
     async fn begin_with(&self, statement: &str) -> Result<Tx, StoreError> {
         let mut tx = self.unbegun().await?;
-        let begin = sqlx::raw_sql(AssertSqlSafe(statement.to_owned()));
-        tx.run(|c| begin.execute(c)).await?;
+        tx.begin(statement).await?;
         Ok(tx)
     }
 
     /// A connection for a transaction; the caller begins it with `self.begin`.
     async fn unbegun(&self) -> Result<Tx, StoreError> {
+        self.check_pooler().await?;
         let connection = self.within(self.pool.acquire()).await?;
-        let (instance, sql) = (self.instance.clone(), self.sql.clone());
-        Ok(Tx::on(connection, self.deadline, instance, sql))
+        Ok(Tx::on(connection, self.deadline, self))
     }
 
     async fn within<T>(
@@ -196,7 +233,7 @@ fn begin_statement(settings: &Settings) -> String {
     let statement = (deadline * 9 / 10).max(1);
     let idle = settings.confirm_timeout.as_millis() + deadline;
     format!(
-        "BEGIN; SELECT set_config('statement_timeout', '{statement}', true), \
+        "BEGIN; SELECT {BACKEND}, set_config('statement_timeout', '{statement}', true), \
          set_config('idle_in_transaction_session_timeout', '{idle}', true), \
          set_config('synchronous_commit', CASE current_setting('synchronous_commit') \
          WHEN 'off' THEN 'on' ELSE current_setting('synchronous_commit') END, true)"

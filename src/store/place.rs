@@ -59,7 +59,10 @@ impl Store {
     /// Returns the place that the database belongs to, if it was taken.
     pub async fn place(&self) -> Result<Option<Kept>, StoreError> {
         let query = sqlx::query_as(self.sql.of(&SHOW_PLACE));
-        self.within(query.fetch_optional(&self.pool)).await
+        let mut tx = self.begin().await?;
+        let kept = tx.run(|c| query.fetch_optional(c)).await?;
+        tx.rollback().await?;
+        Ok(kept)
     }
 
     /// Gives the database from one place to another in `actor`'s name. False, and nothing

@@ -48,6 +48,7 @@ impl Store {
     /// Inspects, and returns whether the schema that is set exists.
     async fn has_schema(&self) -> anyhow::Result<bool> {
         type Row = (i32, bool, Option<Vec<String>>);
+        self.check_pooler().await?;
         let query = sqlx::query_as(INSPECTION).bind(self.sql.schema());
         let (version, exists, columns): Row = self.within(query.fetch_one(&self.pool)).await?;
         if let Some(problem) = too_old(version) {
@@ -67,8 +68,7 @@ impl Store {
     pub async fn migrate(&self) -> anyhow::Result<()> {
         self.inspect().await?;
         let connection = self.within(self.pool.acquire()).await?;
-        let (instance, sql) = (self.instance.clone(), self.sql.clone());
-        let mut lock = Tx::on(connection, MIGRATION_DEADLINE, instance, sql);
+        let mut lock = Tx::on(connection, MIGRATION_DEADLINE, self);
         lock.run(|c| sqlx::raw_sql("BEGIN").execute(c)).await?;
         let wait = sqlx::query("SELECT pg_advisory_xact_lock($1)").bind(MIGRATION_LOCK);
         lock.run(|c| wait.execute(c))

@@ -1,10 +1,15 @@
 //! A transaction whose connection is never handed on while it is open.
 
-use std::{future::Future, sync::Arc, time::Duration};
+use std::{future::Future, pin::pin, sync::Arc, time::Duration};
 
-use sqlx::{Postgres, pool::PoolConnection};
+use sqlx::{AssertSqlSafe, FromRow, Postgres, pool::PoolConnection, postgres::PgRow};
 
-use super::{StoreError, statement::Sql};
+use super::{
+    Store, StoreError,
+    pooler::{Pooler, tells_of_strangers},
+    statement::Sql,
+    waits::{Backend, Watch},
+};
 use crate::plant::Bug;
 
 /// An open transaction.
@@ -18,6 +23,11 @@ pub struct Tx {
     deadline: Duration,
     pub(super) instance: Arc<str>,
     pub(super) sql: Sql,
+    part: Arc<str>,
+    watch: Arc<Watch>,
+    pooler: Arc<Pooler>,
+    /// Who runs this transaction, once it has begun.
+    backend: Option<Backend>,
 }
 
 impl Tx {
@@ -25,15 +35,28 @@ impl Tx {
     pub(super) fn on(
         connection: PoolConnection<Postgres>,
         deadline: Duration,
-        instance: Arc<str>,
-        sql: Sql,
+        store: &Store,
     ) -> Self {
         Self {
             connection: Some(connection),
             deadline,
-            instance,
-            sql,
+            instance: store.instance.clone(),
+            sql: store.sql.clone(),
+            part: store.part.clone(),
+            watch: store.watch.clone(),
+            pooler: store.pooler.clone(),
+            backend: None,
         }
+    }
+
+    /// Begins, and returns the row that `statement` answers with, which has the columns of
+    /// a [`Backend`]. This is one round trip: a simple query answers with the row of its
+    /// last statement.
+    pub(super) async fn begin(&mut self, statement: &str) -> Result<PgRow, StoreError> {
+        let begin = sqlx::raw_sql(AssertSqlSafe(statement.to_owned()));
+        let row = self.run(|c| begin.fetch_one(c)).await?;
+        self.backend = Some(Backend::from_row(&row)?);
+        Ok(row)
     }
 
     /// Runs one statement under the transaction's deadline.
@@ -45,26 +68,40 @@ impl Tx {
         F: Future<Output = Result<T, sqlx::Error>>,
     {
         let deadline = self.deadline;
-        match &mut self.connection {
-            Some(connection) => within(deadline, work(connection)).await,
-            None => Err(StoreError::Ended),
+        let Some(connection) = &mut self.connection else {
+            return Err(StoreError::Ended);
+        };
+        let done = within(deadline, work(connection)).await;
+        if done.as_ref().is_err_and(tells_of_strangers) {
+            self.pooler.suspect();
         }
+        done
     }
 
-    /// Commits. After an error the outcome is unknown: the answer may have been lost.
-    pub(super) async fn commit(self) -> Result<(), StoreError> {
-        self.end("COMMIT").await
+    /// Commits. After an error the outcome is unknown: the answer may have been lost. A
+    /// COMMIT that waits for a synchronous standby is waited for beyond the deadline.
+    pub(super) async fn commit(mut self) -> Result<(), StoreError> {
+        let (Some(connection), Some(backend)) = (&mut self.connection, &self.backend) else {
+            return Err(StoreError::Ended);
+        };
+        {
+            let commit = pin!(sqlx::raw_sql("COMMIT").execute(&mut **connection));
+            self.watch.answer(commit, backend, &self.part).await?;
+        }
+        self.release();
+        Ok(())
     }
 
     /// Undoes everything and keeps the connection.
-    pub(super) async fn rollback(self) -> Result<(), StoreError> {
-        self.end("ROLLBACK").await
+    pub(super) async fn rollback(mut self) -> Result<(), StoreError> {
+        self.run(|c| sqlx::raw_sql("ROLLBACK").execute(c)).await?;
+        self.release();
+        Ok(())
     }
 
-    async fn end(mut self, how: &'static str) -> Result<(), StoreError> {
-        self.run(|c| sqlx::raw_sql(how).execute(c)).await?;
+    /// Gives the connection back to the pool. No transaction may be open on it.
+    pub(super) fn release(mut self) {
         drop(self.connection.take());
-        Ok(())
     }
 }
 

@@ -1,4 +1,4 @@
-//! Creates a standby of a private Postgres, and promotes it.
+//! Creates a standby of a private Postgres, takes it away and back, and promotes it.
 
 use std::fs;
 use std::process::Command;
@@ -47,27 +47,58 @@ impl Postgres {
             port: AtomicU16::new(0),
             service: Service::new(name, &self.directory, self.watchdog.clone()),
         });
-        let port = primary.port();
-        let from = format!(
-            "primary_conninfo=host=127.0.0.1 port={port} user=postgres application_name=standby"
-        );
-        self.start_on_a_free_port(&server, &[from])?;
+        self.start_on_a_free_port(&server, &[self.conninfo()])?;
         let follows = self.follow();
-        if follows.is_err() {
-            let _ = server.service.kill();
-            let alone = "ALTER SYSTEM RESET synchronous_standby_names";
-            let _ = self.psql("postgres", alone);
-            let _ = self.psql("postgres", "SELECT pg_reload_conf()");
+        let standby = Standby(server);
+        match follows {
+            Ok(()) => Ok(standby),
+            Err(error) => {
+                let _ = self.dismiss(standby);
+                Err(error)
+            }
         }
-        follows.map(|()| Standby(server))
+    }
+
+    /// Where the standby finds the primary.
+    fn conninfo(&self) -> String {
+        let port = self.port();
+        format!(
+            "primary_conninfo=host=127.0.0.1 port={port} user=postgres application_name=standby"
+        )
+    }
+
+    /// Kills the standby. From then on each commit waits until it is back.
+    pub fn kill_standby(&self, standby: &Standby) -> Result<()> {
+        standby.0.service.kill()
+    }
+
+    /// Starts the standby again after it was killed, with the same data.
+    pub fn start_standby_again(&self, standby: &Standby) -> Result<()> {
+        let _ = fs::remove_file(standby.0.data.join("postmaster.pid"));
+        self.serve(&standby.0, &[self.conninfo()])
+    }
+
+    /// Goes on without the standby: commits wait for nobody any longer.
+    pub fn dismiss(&self, standby: Standby) -> Result<()> {
+        self.wait_for_standby(None)?;
+        standby.0.service.kill()
+    }
+
+    /// Makes each commit wait for the standby of this name, which need not exist; or for none.
+    pub fn wait_for_standby(&self, name: Option<&str>) -> Result<()> {
+        let set = match name {
+            Some(name) => format!("SET synchronous_standby_names = '{name}'"),
+            None => "RESET synchronous_standby_names".to_owned(),
+        };
+        self.psql("postgres", &format!("ALTER SYSTEM {set}"))?;
+        self.psql("postgres", "SELECT pg_reload_conf()").map(drop)
     }
 
     /// Makes the standby synchronous and waits until it is, and until it has all that was committed
     /// before.
     fn follow(&self) -> Result<()> {
         let ask = |sql| self.psql("postgres", sql);
-        ask("ALTER SYSTEM SET synchronous_standby_names = 'standby'")?;
-        ask("SELECT pg_reload_conf()")?;
+        self.wait_for_standby(Some("standby"))?;
         process::wait_until(PATIENCE, || {
             Ok(ask("SELECT sync_state FROM pg_stat_replication")?.trim() == "sync")
         })

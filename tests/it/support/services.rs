@@ -29,6 +29,8 @@ pub async fn breakable() -> Breakable {
             let _ = stack.postgres.kill();
             stack.postgres.start_again().expect("Postgres starts again");
         }
+        let alone = stack.postgres.wait_for_standby(None);
+        alone.expect("no commit waits for a standby");
         if !devstack::speaks_amqp(stack.rabbitmq.port()) {
             let _ = stack.rabbitmq.kill();
             stack.rabbitmq.start_again().expect("RabbitMQ starts again");

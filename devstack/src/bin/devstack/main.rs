@@ -11,7 +11,9 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
-use devstack::{Foreground, RABBITMQ_ROOT, RabbitMqPrograms, exit_code};
+use devstack::{
+    Foreground, PGBOUNCER_ROOT, PgBouncerProgram, RABBITMQ_ROOT, RabbitMqPrograms, exit_code,
+};
 
 use crate::interrupts::Interrupts;
 use crate::surroundings::Surroundings;
@@ -37,10 +39,11 @@ Environment:
   HTTP_PORT              the port of the service [default: 8086, or a free one]
   DEVSTACK_POSTGRES_BIN  the directory of the Postgres programs to use
   DEVSTACK_RABBITMQ_ROOT the root that another RabbitMQ is unpacked in, such as .devstack/rabbitmq-4.0
+  DEVSTACK_PGBOUNCER_ROOT the same for PgBouncer, such as .devstack/pgbouncer-1.24
 
 Delete .devstack to begin with an empty database and an empty broker.";
 
-/// The exit code when the RabbitMQ that was asked for cannot be had on this machine: the one by
+/// The exit code when the server that was asked for cannot be had on this machine: the one by
 /// which test programs say that they were skipped.
 const SKIPPED: u8 = 77;
 
@@ -67,6 +70,9 @@ enum Command {
         /// exit code is 77 where that is not possible.
         #[arg(long, value_name = "VERSION", value_parser = devstack::RABBITMQ_VERSIONS)]
         rabbitmq: Option<String>,
+        /// Test with this version of PgBouncer, in the same way
+        #[arg(long, value_name = "VERSION", value_parser = devstack::PGBOUNCER_VERSIONS)]
+        pgbouncer: Option<String>,
         #[command(flatten)]
         passed: Passed,
     },
@@ -117,7 +123,14 @@ fn run(command: Command) -> Result<u8> {
     match command {
         Command::Up { release, args } => up::run(&workspace, release, &args),
         Command::Send(passed) => send(&workspace, &passed.args),
-        Command::Test { rabbitmq, passed } => test(&workspace, rabbitmq.as_deref(), &passed.args),
+        Command::Test {
+            rabbitmq,
+            pgbouncer,
+            passed,
+        } => {
+            let versions = (rabbitmq.as_deref(), pgbouncer.as_deref());
+            test(&workspace, versions, &passed.args)
+        }
         Command::Demo(passed) => {
             let demo = ["--package", "retry-scheduler", "--example", "demo"];
             with_services(&workspace, "dev", &demo, &passed.args)
@@ -140,18 +153,28 @@ fn send(workspace: &Workspace, args: &[String]) -> Result<u8> {
     Err(command.args(args).envs(variables).exec()).context("Failed to run cargo")
 }
 
-fn test(workspace: &Workspace, rabbitmq: Option<&str>, args: &[String]) -> Result<u8> {
+fn test(
+    workspace: &Workspace,
+    (rabbitmq, pgbouncer): (Option<&str>, Option<&str>),
+    args: &[String],
+) -> Result<u8> {
     let interrupts = Interrupts::catch()?;
     devstack::ensure_found(true, rabbitmq.is_none())?;
     let mut command = workspace.cargo(&["test", "--workspace"]);
-    if let Some(version) = rabbitmq {
-        match RabbitMqPrograms::of_version(version, workspace.directory()) {
-            Ok(programs) => command.envs(programs.root().map(|root| (RABBITMQ_ROOT, root))),
-            Err(error) => {
-                eprintln!("error: {error:#}");
-                return Ok(SKIPPED);
-            }
-        };
+    let mut unpack = || -> Result<()> {
+        if let Some(version) = rabbitmq {
+            let programs = RabbitMqPrograms::of_version(version, workspace.directory())?;
+            command.envs(programs.root().map(|root| (RABBITMQ_ROOT, root)));
+        }
+        if let Some(version) = pgbouncer {
+            let program = PgBouncerProgram::of_version(version, workspace.directory())?;
+            command.envs(program.root().map(|root| (PGBOUNCER_ROOT, root)));
+        }
+        Ok(())
+    };
+    if let Err(error) = unpack() {
+        eprintln!("error: {error:#}");
+        return Ok(SKIPPED);
     }
     let mut tests = Foreground::start(command.args(args), None)?;
     Ok(exit_code(interrupts.wait(&mut tests, || {})?))
