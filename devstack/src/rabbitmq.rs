@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use nix::sys::signal::Signal;
 
-use crate::amqp::speaks_amqp;
+use crate::amqp::{self, speaks_amqp};
 use crate::lock::Lock;
 use crate::ports;
 use crate::process;
@@ -291,6 +291,11 @@ impl RabbitMq {
     /// The AMQP port on 127.0.0.1. [`RabbitMq::start_again`] keeps it.
     pub fn port(&self) -> u16 {
         self.ports.amqp
+    }
+
+    /// The version that the broker gives itself.
+    pub fn version(&self) -> Result<String> {
+        amqp::version(self.ports.amqp).context("RabbitMQ does not tell its version")
     }
 
     /// Runs `rabbitmqctl --quiet` for this node and returns what it prints. A call takes a second

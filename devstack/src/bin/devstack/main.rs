@@ -2,7 +2,9 @@
 
 mod fuzz;
 mod interrupts;
+mod matrix;
 mod surroundings;
+mod test;
 mod up;
 mod workspace;
 
@@ -11,7 +13,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
-use devstack::{Foreground, RABBITMQ_ROOT, RabbitMqPrograms, exit_code};
+use devstack::{Foreground, exit_code};
 
 use crate::interrupts::Interrupts;
 use crate::surroundings::Surroundings;
@@ -36,13 +38,10 @@ Environment:
   RABBITMQ_URL           use this RabbitMQ instead of starting one (up, demo, bench)
   HTTP_PORT              the port of the service [default: 8086, or a free one]
   DEVSTACK_POSTGRES_BIN  the directory of the Postgres programs to use
+  DEVSTACK_POSTGRES_ROOT the root that another Postgres is unpacked in, such as .devstack/postgres-17
   DEVSTACK_RABBITMQ_ROOT the root that another RabbitMQ is unpacked in, such as .devstack/rabbitmq-4.0
 
 Delete .devstack to begin with an empty database and an empty broker.";
-
-/// The exit code when the RabbitMQ that was asked for cannot be had on this machine: the one by
-/// which test programs say that they were skipped.
-const SKIPPED: u8 = 77;
 
 #[derive(Subcommand)]
 enum Command {
@@ -59,17 +58,10 @@ enum Command {
     Send(Passed),
     /// Run all tests; each test program starts and stops services of its own
     ///
-    /// The options that are passed on are those of `cargo test`.
-    Test {
-        /// Test with this version of RabbitMQ, whichever is installed
-        ///
-        /// It is unpacked into .devstack from another Debian suite, which takes root rights. The
-        /// exit code is 77 where that is not possible.
-        #[arg(long, value_name = "VERSION", value_parser = devstack::RABBITMQ_VERSIONS)]
-        rabbitmq: Option<String>,
-        #[command(flatten)]
-        passed: Passed,
-    },
+    /// The options that are passed on are those of `cargo test`. Another version of Postgres or
+    /// RabbitMQ is unpacked into .devstack from another suite of Debian or Ubuntu, which takes root
+    /// rights; `sid` is the newest one that Debian has. Delete it there to unpack it anew.
+    Test(test::Test),
     /// Show the service at work
     Demo(Passed),
     /// Measure the service against what the broker can do without it
@@ -117,7 +109,8 @@ fn run(command: Command) -> Result<u8> {
     match command {
         Command::Up { release, args } => up::run(&workspace, release, &args),
         Command::Send(passed) => send(&workspace, &passed.args),
-        Command::Test { rabbitmq, passed } => test(&workspace, rabbitmq.as_deref(), &passed.args),
+        Command::Test(test) if test.matrix => matrix::run(&workspace),
+        Command::Test(test) => test.run(&workspace),
         Command::Demo(passed) => {
             let demo = ["--package", "retry-scheduler", "--example", "demo"];
             with_services(&workspace, "dev", &demo, &passed.args)
@@ -138,23 +131,6 @@ fn send(workspace: &Workspace, args: &[String]) -> Result<u8> {
     let mut command = workspace.cargo(&["run", "--quiet", "--package", "retry-scheduler"]);
     command.args(["--profile", &profile, "--", "send"]);
     Err(command.args(args).envs(variables).exec()).context("Failed to run cargo")
-}
-
-fn test(workspace: &Workspace, rabbitmq: Option<&str>, args: &[String]) -> Result<u8> {
-    let interrupts = Interrupts::catch()?;
-    devstack::ensure_found(true, rabbitmq.is_none())?;
-    let mut command = workspace.cargo(&["test", "--workspace"]);
-    if let Some(version) = rabbitmq {
-        match RabbitMqPrograms::of_version(version, workspace.directory()) {
-            Ok(programs) => command.envs(programs.root().map(|root| (RABBITMQ_ROOT, root))),
-            Err(error) => {
-                eprintln!("error: {error:#}");
-                return Ok(SKIPPED);
-            }
-        };
-    }
-    let mut tests = Foreground::start(command.args(args), None)?;
-    Ok(exit_code(interrupts.wait(&mut tests, || {})?))
 }
 
 /// Builds the service by itself before the benchmark: built together with other packages, its
