@@ -3,6 +3,7 @@
 mod fuzz;
 mod interrupts;
 mod matrix;
+mod servers;
 mod surroundings;
 mod test;
 mod up;
@@ -16,6 +17,7 @@ use clap::{Parser, Subcommand};
 use devstack::{Foreground, exit_code};
 
 use crate::interrupts::Interrupts;
+use crate::servers::{SKIPPED, Servers};
 use crate::surroundings::Surroundings;
 use crate::workspace::Workspace;
 
@@ -67,7 +69,13 @@ enum Command {
     /// Measure the service against what the broker can do without it
     Bench(Passed),
     /// Run the service through kills, freezes and outages, and see whether a message is lost
-    Torture(Passed),
+    #[command(disable_help_flag = true)]
+    Torture {
+        #[command(flatten)]
+        servers: Servers,
+        #[command(flatten)]
+        passed: Passed,
+    },
     /// Feed mutated inputs to the decoders, guided by the code they reach
     ///
     /// Needs a C++ compiler, which libFuzzer is built with. An input that fails is written to
@@ -116,7 +124,7 @@ fn run(command: Command) -> Result<u8> {
             with_services(&workspace, "dev", &demo, &passed.args)
         }
         Command::Bench(passed) => bench(&workspace, &passed.args),
-        Command::Torture(passed) => torture(&workspace, &passed.args),
+        Command::Torture { servers, passed } => torture(&workspace, servers, &passed.args),
         Command::Fuzz {
             targets,
             runs,
@@ -156,9 +164,16 @@ fn asks_for_help(args: &[String]) -> bool {
 ///
 /// With the feature `plant` the binary can be made to die at a named place, or to have the bug that
 /// `RETRY_PLANT` names. A steady load measures a release build without that feature instead.
-fn torture(workspace: &Workspace, args: &[String]) -> Result<u8> {
+///
+/// A cluster is one of RabbitMQ 4.0 unless another version is asked for.
+fn torture(workspace: &Workspace, mut servers: Servers, args: &[String]) -> Result<u8> {
     let interrupts = Interrupts::catch()?;
-    devstack::ensure_installed()?;
+    if servers.rabbitmq.is_none() && args.iter().any(|arg| arg == "--cluster") {
+        servers.rabbitmq = Some("4.0".to_owned());
+    }
+    let Some(variables) = servers.variables(workspace)? else {
+        return Ok(SKIPPED);
+    };
     let steady = args.iter().any(|arg| arg.starts_with("--steady"));
     let kind: &[&str] = if steady {
         &["--release"]
@@ -176,7 +191,7 @@ fn torture(workspace: &Workspace, args: &[String]) -> Result<u8> {
         return Ok(exit_code(status));
     }
     let mut campaign = cargo(&["run"]);
-    campaign.arg("--").args(args);
+    campaign.arg("--").args(args).envs(variables);
     let mut campaign = Foreground::start(&mut campaign, None)?;
     Ok(exit_code(interrupts.wait(&mut campaign, || {})?))
 }
