@@ -1,5 +1,6 @@
 //! Chooses the account that Postgres runs as, and a data directory that this account can reach.
 
+use std::ffi::OsString;
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 use std::os::unix::process::CommandExt;
@@ -20,9 +21,11 @@ pub(crate) struct Account {
 }
 
 impl Account {
+    pub(crate) const CURRENT: Self = Self { other: None };
+
     pub(crate) fn for_postgres() -> Result<Self> {
         if !geteuid().is_root() {
-            return Ok(Self { other: None });
+            return Ok(Self::CURRENT);
         }
         for name in ["postgres", "nobody"] {
             if let Some(user) = User::from_name(name).context("Failed to look up an account")? {
@@ -41,6 +44,21 @@ impl Account {
         if let Some((uid, gid)) = self.other {
             command.uid(uid).gid(gid);
         }
+    }
+
+    /// The beginning of a command line that becomes this account and then runs what follows.
+    pub(crate) fn command_line(self) -> Vec<OsString> {
+        let Some((uid, gid)) = self.other else {
+            return Vec::new();
+        };
+        let words = [
+            "setpriv".to_owned(),
+            format!("--reuid={uid}"),
+            format!("--regid={gid}"),
+            "--clear-groups".to_owned(),
+            "--".to_owned(),
+        ];
+        words.map(OsString::from).into()
     }
 
     /// Creates a private directory that the account can use. This is `wanted`, unless the account

@@ -42,11 +42,11 @@ pub use ports::free_or_other;
 pub use postgres::{Postgres, Standby};
 pub use process::exit_code;
 pub use programs::{
-    PGBOUNCER_ROOT, PgBouncerProgram, RABBITMQ_ROOT, RabbitMqPrograms, ensure_found,
-    ensure_installed, faketime,
+    PGBOUNCER_ROOT, POSTGRES_ROOT, PgBouncerProgram, PostgresPrograms, RABBITMQ_ROOT,
+    RabbitMqPrograms, ensure_found, ensure_installed, faketime,
 };
 pub use rabbitmq::RabbitMq;
-pub use unpacked::{PGBOUNCER_VERSIONS, RABBITMQ_VERSIONS};
+pub use unpacked::{PGBOUNCER_VERSIONS, POSTGRES_VERSIONS, RABBITMQ_VERSIONS};
 
 /// How often the start of a service is tried. It is tried again, with other ports, if another
 /// process has taken the ports between our choosing them and the service's listening on them.

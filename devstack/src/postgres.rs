@@ -74,19 +74,29 @@ impl Postgres {
 
     /// Starts an empty Postgres. Its directory is temporary and deleted when it has stopped.
     pub fn start_temporary(name: &str) -> Result<Self> {
+        Self::start_temporary_with(name, PostgresPrograms::find_or_install()?)
+    }
+
+    /// Does what [`Postgres::start_temporary`] does, with these programs.
+    pub fn start_temporary_with(name: &str, programs: PostgresPrograms) -> Result<Self> {
         let dir = temporary_directory(name).join("postgres");
-        Self::start_in(
-            &Options {
-                dir,
-                durable: false,
-                quiet: true,
-            },
-            true,
-        )
+        let options = Options {
+            dir,
+            durable: false,
+            quiet: true,
+        };
+        Self::start_with(&options, true, programs)
     }
 
     pub(crate) fn start_in(options: &Options, temporary: bool) -> Result<Self> {
-        let mut programs = PostgresPrograms::find_or_install()?;
+        Self::start_with(options, temporary, PostgresPrograms::find_or_install()?)
+    }
+
+    fn start_with(
+        options: &Options,
+        temporary: bool,
+        mut programs: PostgresPrograms,
+    ) -> Result<Self> {
         let started = Instant::now();
         let account = Account::for_postgres()?;
         let directory = account.directory(&options.dir)?;
@@ -162,13 +172,12 @@ impl Postgres {
         let marker = data.to_string_lossy().into_owned();
         let settings = self.settings(server.port());
         let configure = |command: &mut Command| {
-            command
-                .arg(self.programs.program("postgres"))
-                .arg("-D")
-                .arg(data);
+            command.args(self.programs.command_line("postgres", self.account));
+            self.programs.become_account(command, self.account);
+            command.arg("-D").arg(data);
             let settings = settings.iter().chain(more);
             command.args(settings.flat_map(|setting| ["-c", setting]));
-            surroundings(command, self.account, &self.directory);
+            surroundings(command, &self.directory);
         };
         let signal = if self.temporary {
             Signal::SIGQUIT
@@ -258,7 +267,7 @@ impl Postgres {
     }
 
     fn psql_at(&self, url: &str, sql: &str) -> Result<String> {
-        let mut command = Command::new(self.programs.program("psql"));
+        let mut command = self.programs.command("psql");
         command.args([
             "-X",
             "-q",
@@ -272,6 +281,13 @@ impl Postgres {
         ]);
         forget_postgres_variables(&mut command);
         process::output(&mut command)
+    }
+
+    /// The version that the server tells, for example "17.6".
+    pub fn version(&self) -> Result<String> {
+        let version = self.psql("postgres", "SHOW server_version")?;
+        // A distribution adds its own: "17.6 (Debian 17.6-0+deb13u1)".
+        Ok(version.split(' ').next().unwrap_or_default().to_owned())
     }
 
     /// The port on 127.0.0.1. [`Postgres::start_again`] keeps it, [`Postgres::promote`] changes it.
@@ -320,7 +336,7 @@ fn initialise(
         fs::remove_dir_all(&unfinished)
             .with_context(|| format!("Failed to delete {}", unfinished.display()))?;
     }
-    let mut command = Command::new(programs.program("initdb"));
+    let mut command = programs.command_as("initdb", account);
     command
         .args([
             "--username=postgres",
@@ -333,7 +349,7 @@ fn initialise(
     if !durable {
         command.arg("--no-sync");
     }
-    surroundings(&mut command, account, directory);
+    surroundings(&mut command, directory);
     process::output(&mut command)?;
     fs::rename(&unfinished, directory.join("data"))
         .context("Failed to move the new cluster into place")
@@ -349,7 +365,7 @@ fn programs_for_data(
     if found.major()? == version {
         return Ok(found);
     }
-    match PostgresPrograms::of_version(version) {
+    match PostgresPrograms::installed_of_major(version) {
         Some(programs) => Ok(programs),
         None => bail!(
             "{} was made by Postgres {version}, and Postgres {} is what is installed: delete that directory to begin anew",
@@ -368,11 +384,10 @@ fn is_ready(data: &Path, pid: i32) -> bool {
     same && lines.nth(6).is_some_and(|state| state.trim() == "ready")
 }
 
-/// Sets the directory, the environment and the account of a Postgres program.
-fn surroundings(command: &mut Command, account: Account, directory: &Path) {
+/// Sets the directory and the environment of a Postgres program.
+fn surroundings(command: &mut Command, directory: &Path) {
     command.current_dir(directory).env("LC_ALL", "C");
     forget_postgres_variables(command);
-    account.apply(command);
 }
 
 /// Removes PGDATA, PGHOST, PGOPTIONS and the like, which are meant for some other Postgres.

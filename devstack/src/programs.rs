@@ -4,19 +4,24 @@ use std::env;
 use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
+use crate::account::Account;
 use crate::install;
-use crate::unpacked;
+use crate::process;
+use crate::unpacked::{self, Server};
 
 /// Homebrew's two prefixes: Apple silicon, then Intel.
 const HOMEBREW: [&str; 2] = ["/opt/homebrew", "/usr/local"];
 
 /// A directory that contains `postgres`, `initdb` and `psql`.
 #[derive(Clone, Debug)]
-pub(crate) struct PostgresPrograms {
+pub struct PostgresPrograms {
     bin: PathBuf,
+    /// The root that they are unpacked in. `None` is the machine itself.
+    root: Option<PathBuf>,
 }
 
 /// RabbitMQ's scripts, and Erlang's port mapper daemon `epmd`.
@@ -28,6 +33,9 @@ pub struct RabbitMqPrograms {
     /// The root that they are unpacked in. `None` is the machine itself.
     root: Option<PathBuf>,
 }
+
+/// Names the root of an unpacked Postgres, which is then used instead of the installed one.
+pub const POSTGRES_ROOT: &str = "DEVSTACK_POSTGRES_ROOT";
 
 /// Names the root of an unpacked RabbitMQ, which is then used instead of the installed one.
 pub const RABBITMQ_ROOT: &str = "DEVSTACK_RABBITMQ_ROOT";
@@ -94,26 +102,54 @@ fn find_faketime() -> Option<PathBuf> {
 }
 
 impl PostgresPrograms {
-    pub(crate) fn find_or_install() -> Result<Self> {
+    /// The programs of the Postgres that [`POSTGRES_ROOT`] names, or of the installed one. If there
+    /// is none, installs Debian's package.
+    pub fn find_or_install() -> Result<Self> {
         ensure_found(true, false)?;
         Self::find().context("Postgres was installed but cannot be found")
+    }
+
+    /// The programs of one of the [`POSTGRES_VERSIONS`](crate::POSTGRES_VERSIONS), whichever version
+    /// is installed. They are unpacked into the directory `under` once, which takes root rights and
+    /// a download of some 80 MB.
+    pub fn of_version(version: &str, under: &Path) -> Result<Self> {
+        let root = unpacked::root(Server::Postgres, version, under)?;
+        Self::unpacked_in(root).context("The unpacked Postgres is not complete")
+    }
+
+    /// The root that they are unpacked in, unless they are installed on the machine.
+    pub fn root(&self) -> Option<&Path> {
+        self.root.as_deref()
+    }
+
+    fn unpacked_in(root: PathBuf) -> Option<Self> {
+        let place = root.join("usr/lib/postgresql");
+        let bin = newest_first(&place.to_string_lossy(), "", "bin").into_iter();
+        let bin = bin.map(|bin| Some(Path::new("/").join(bin.strip_prefix(&root).ok()?)));
+        Some(Self {
+            bin: bin.flatten().next()?,
+            root: Some(root),
+        })
     }
 
     /// The first installation found: `DEVSTACK_POSTGRES_BIN`, with which another version can be
     /// tried, then `PATH`, then the places where distributions put Postgres.
     fn find() -> Option<Self> {
-        Self::all().into_iter().next()
+        match env::var_os(POSTGRES_ROOT) {
+            Some(root) => Self::unpacked_in(root.into()),
+            None => Self::installed().into_iter().next(),
+        }
     }
 
     /// The installed programs of one major version, which are needed to use data that this version
     /// has written.
-    pub(crate) fn of_version(major: &str) -> Option<Self> {
-        Self::all()
+    pub(crate) fn installed_of_major(major: &str) -> Option<Self> {
+        Self::installed()
             .into_iter()
             .find(|found| found.major().is_ok_and(|it| it == major))
     }
 
-    fn all() -> Vec<Self> {
+    fn installed() -> Vec<Self> {
         let mut places: Vec<PathBuf> = env::var_os("DEVSTACK_POSTGRES_BIN")
             .map(PathBuf::from)
             .into_iter()
@@ -130,18 +166,49 @@ impl PostgresPrograms {
                 .iter()
                 .all(|name| bin.join(name).is_file())
         });
-        places.into_iter().map(|bin| Self { bin }).collect()
+        let installed = |bin| Self { bin, root: None };
+        places.into_iter().map(installed).collect()
     }
 
-    pub(crate) fn program(&self, name: &str) -> PathBuf {
-        self.bin.join(name)
+    /// A command that runs one of these programs as the current user.
+    pub(crate) fn command(&self, name: &str) -> Command {
+        self.command_as(name, Account::CURRENT)
+    }
+
+    /// A command that runs one of these programs as `account`.
+    pub(crate) fn command_as(&self, name: &str, account: Account) -> Command {
+        let words = self.command_line(name, account);
+        let mut command = Command::new(&words[0]);
+        command.args(&words[1..]);
+        self.become_account(&mut command, account);
+        command
+    }
+
+    /// The words of a command line that runs one of these programs. It becomes `account` by itself
+    /// only if it must be root before that, to enter the root that they are unpacked in;
+    /// [`PostgresPrograms::become_account`] does it otherwise.
+    pub(crate) fn command_line(&self, name: &str, account: Account) -> Vec<OsString> {
+        let program = self.bin.join(name).into_os_string();
+        match &self.root {
+            Some(root) => {
+                let mut words = account.command_line();
+                words.push(program);
+                unpacked::command_line(root, words)
+            }
+            None => vec![program],
+        }
+    }
+
+    /// Makes a command with a [`PostgresPrograms::command_line`] run as `account`.
+    pub(crate) fn become_account(&self, command: &mut Command, account: Account) {
+        if self.root.is_none() {
+            account.apply(command);
+        }
     }
 
     /// The major version, as `PG_VERSION` in a data directory spells it.
     pub(crate) fn major(&self) -> Result<String> {
-        let output = crate::process::output(
-            std::process::Command::new(self.program("postgres")).arg("--version"),
-        )?;
+        let output = process::output(self.command("postgres").arg("--version"))?;
         // For example "postgres (PostgreSQL) 15.13 (Debian …)" or "postgres (PostgreSQL) 18beta1".
         let version = output.split_whitespace().nth(2).unwrap_or_default();
         Ok(version.chars().take_while(char::is_ascii_digit).collect())
@@ -160,7 +227,7 @@ impl RabbitMqPrograms {
     /// is installed. They are unpacked into the directory `under` once, which takes root rights and
     /// a download of some 60 MB.
     pub fn of_version(version: &str, under: &Path) -> Result<Self> {
-        unpacked::rabbitmq(version, under).map(Self::unpacked_in)
+        unpacked::root(Server::RabbitMq, version, under).map(Self::unpacked_in)
     }
 
     /// The root that they are unpacked in, unless they are installed on the machine.
@@ -171,7 +238,7 @@ impl RabbitMqPrograms {
     /// The words of a command line that runs one of these programs.
     pub(crate) fn command_line(&self, program: &Path) -> Vec<OsString> {
         match &self.root {
-            Some(root) => unpacked::command_line(root, program),
+            Some(root) => unpacked::command_line(root, vec![program.into()]),
             None => vec![program.into()],
         }
     }
@@ -230,7 +297,7 @@ impl PgBouncerProgram {
     /// One of the [`PGBOUNCER_VERSIONS`](crate::PGBOUNCER_VERSIONS), whichever version is installed.
     /// It is unpacked into the directory `under` once, which takes root rights and a download.
     pub fn of_version(version: &str, under: &Path) -> Result<Self> {
-        unpacked::pgbouncer(version, under).map(Self::unpacked_in)
+        unpacked::root(Server::PgBouncer, version, under).map(Self::unpacked_in)
     }
 
     /// The root that it is unpacked in, unless it is installed on the machine.
@@ -241,7 +308,7 @@ impl PgBouncerProgram {
     /// The words of a command line that runs it.
     pub(crate) fn command_line(&self) -> Vec<OsString> {
         match &self.root {
-            Some(root) => unpacked::command_line(root, &self.program),
+            Some(root) => unpacked::command_line(root, vec![self.program.clone().into()]),
             None => vec![self.program.clone().into()],
         }
     }

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use nix::sys::signal::Signal;
 
-use crate::amqp::speaks_amqp;
+use crate::amqp::{self, speaks_amqp};
 use crate::lock::Lock;
 use crate::ports;
 use crate::process;
@@ -39,6 +39,9 @@ disk_free_limit.absolute = 50MB
 /// What the service asks of any broker that it runs on.
 const REQUIRED: &str = include_str!("../../ops/rabbitmq/retry-scheduler.conf");
 
+/// The file that holds the secret by which nodes and rabbitmqctl trust each other, in a node's `HOME`.
+const COOKIE: &str = ".erlang.cookie";
+
 /// A RabbitMQ of our own on the loopback interface. It is stopped when this value is dropped, or by
 /// a watchdog when this process ends.
 #[derive(Debug)]
@@ -49,7 +52,8 @@ pub struct RabbitMq {
     temporary: bool,
     ports: Ports,
     server: Service,
-    epmd: Service,
+    /// `None` if the node uses that of another one.
+    epmd: Option<Service>,
     // The last field, so that the lock is released after everything else is stopped.
     _lock: Lock,
 }
@@ -80,14 +84,40 @@ impl RabbitMq {
             durable: false,
             quiet: true,
         };
-        Self::start_with(&options, true, programs)
+        Self::start_with(&options, true, programs, None)
+    }
+
+    /// Starts another node and makes it a member of the cluster of this one. Its directory is
+    /// temporary, and it must not outlive this value, whose epmd it uses.
+    pub fn start_member(&self, name: &str) -> Result<Self> {
+        let options = Options {
+            dir: temporary_directory(name).join("rabbitmq"),
+            durable: false,
+            quiet: true,
+        };
+        let node = Self::start_with(&options, true, self.programs.clone(), Some(self))?;
+        for command in [
+            &["stop_app"][..],
+            &["join_cluster", &self.node],
+            &["start_app"],
+        ] {
+            node.ctl(command)?;
+        }
+        Ok(node)
     }
 
     pub(crate) fn start_in(options: &Options, temporary: bool) -> Result<Self> {
-        Self::start_with(options, temporary, RabbitMqPrograms::find_or_install()?)
+        let programs = RabbitMqPrograms::find_or_install()?;
+        Self::start_with(options, temporary, programs, None)
     }
 
-    fn start_with(options: &Options, temporary: bool, programs: RabbitMqPrograms) -> Result<Self> {
+    /// `first` is the node whose epmd and cookie are used, so that the two find and trust each other.
+    fn start_with(
+        options: &Options,
+        temporary: bool,
+        programs: RabbitMqPrograms,
+        first: Option<&Self>,
+    ) -> Result<Self> {
         let started = Instant::now();
         let directory = options.dir.clone();
         fs::create_dir_all(directory.join("conf.d"))
@@ -102,11 +132,13 @@ impl RabbitMq {
             temporary.then_some(directory.as_path()),
         )?);
         let server = Service::new("rabbitmq", &directory, watchdog.clone());
-        let epmd = Service::new("epmd", &directory, watchdog);
-        server.end_leftover(Signal::SIGTERM)?;
-        epmd.end_leftover(Signal::SIGTERM)?;
-        for log in [server.log(), epmd.log()] {
-            let _ = fs::remove_file(log);
+        let epmd = match first {
+            Some(_) => None,
+            None => Some(Service::new("epmd", &directory, watchdog)),
+        };
+        for service in [&server].into_iter().chain(&epmd) {
+            service.end_leftover(Signal::SIGTERM)?;
+            let _ = fs::remove_file(service.log());
         }
 
         let seed = ports::hash(&directory.to_string_lossy());
@@ -120,7 +152,12 @@ impl RabbitMq {
             .context("Failed to write advanced.config")?;
         fs::write(directory.join("enabled_plugins"), "[].\n")
             .context("Failed to write enabled_plugins")?;
-        write_cookie(&directory)?;
+        match first {
+            Some(first) => fs::copy(first.directory.join(COOKIE), directory.join(COOKIE))
+                .map(drop)
+                .context("Failed to copy .erlang.cookie")?,
+            None => write_cookie(&directory)?,
+        }
 
         let ports = Ports {
             amqp: 0,
@@ -138,19 +175,18 @@ impl RabbitMq {
             _lock: lock,
         };
         for attempt in 0..ATTEMPTS {
-            let [amqp, distribution, epmd] = ports::free(seed.wrapping_add(attempt * 7))?;
+            let own: [u16; 3] = ports::free(seed.wrapping_add(attempt * 7))?;
+            let [amqp, distribution, epmd] = own;
             rabbitmq.ports = Ports {
                 amqp,
                 distribution,
-                epmd,
+                epmd: first.map_or(epmd, |first| first.ports.epmd),
             };
             match rabbitmq.start_epmd().and_then(|()| rabbitmq.start_again()) {
                 Ok(()) => break,
                 Err(error) => {
-                    rabbitmq.epmd.kill()?;
-                    let lost = [amqp, distribution, epmd]
-                        .iter()
-                        .any(|&port| !ports::is_free(port));
+                    rabbitmq.epmd.as_ref().map_or(Ok(()), Service::kill)?;
+                    let lost = own.iter().any(|&port| !ports::is_free(port));
                     if !lost || attempt + 1 == ATTEMPTS {
                         return Err(error);
                     }
@@ -170,6 +206,9 @@ impl RabbitMq {
     /// Starts epmd as a process that we can stop. If it did not run, Erlang would start one itself,
     /// as a daemon that stays behind.
     fn start_epmd(&self) -> Result<()> {
+        let Some(epmd) = &self.epmd else {
+            return Ok(());
+        };
         let port = self.ports.epmd.to_string();
         let configure = |command: &mut Command| {
             command
@@ -178,7 +217,7 @@ impl RabbitMq {
             self.surroundings(command);
         };
         let marker = format!("-port {port}");
-        self.epmd.start(
+        epmd.start(
             Signal::SIGTERM,
             &marker,
             configure,
@@ -293,6 +332,11 @@ impl RabbitMq {
         self.ports.amqp
     }
 
+    /// The version that the broker gives itself.
+    pub fn version(&self) -> Result<String> {
+        amqp::version(self.ports.amqp).context("RabbitMQ does not tell its version")
+    }
+
     /// Runs `rabbitmqctl --quiet` for this node and returns what it prints. A call takes a second
     /// or two.
     pub fn ctl(&self, args: &[&str]) -> Result<String> {
@@ -332,10 +376,8 @@ impl Drop for RabbitMq {
         } else {
             self.stop()
         };
-        for error in [server, self.epmd.kill()]
-            .into_iter()
-            .filter_map(Result::err)
-        {
+        let epmd = self.epmd.as_ref().map_or(Ok(()), Service::kill);
+        for error in [server, epmd].into_iter().filter_map(Result::err) {
             eprintln!("devstack: {error:#}");
         }
     }
@@ -344,7 +386,7 @@ impl Drop for RabbitMq {
 /// Creates the secret by which rabbitmqctl may control the node. Only the owner may read it, since
 /// Erlang refuses it otherwise.
 fn write_cookie(directory: &Path) -> Result<()> {
-    let path = directory.join(".erlang.cookie");
+    let path = directory.join(COOKIE);
     if path.exists() {
         return Ok(());
     }

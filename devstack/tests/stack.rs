@@ -4,6 +4,7 @@
 
 use std::env;
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{self, Child, Command, Stdio};
 use std::thread;
@@ -74,17 +75,39 @@ fn rabbitmq_comes_back_with_its_data_on_its_port_however_it_was_stopped() {
     rabbitmq.close_all_connections("a test").unwrap();
 }
 
-/// Does nothing unless `cargo dev test --rabbitmq` runs it.
+/// Does nothing unless `cargo dev test --postgres` or `--rabbitmq` runs it.
 #[test]
 fn the_version_that_was_asked_for_runs_and_leaves_no_mount() {
-    let Some(root) = env::var_os(devstack::RABBITMQ_ROOT).map(PathBuf::from) else {
-        return;
+    // The root's name ends with the version.
+    let is_wanted = |variable: &str, version: &str| {
+        let root = env::var_os(variable).map(PathBuf::from);
+        let name = root
+            .unwrap()
+            .file_name()
+            .unwrap()
+            .to_str()
+            .unwrap()
+            .to_owned();
+        let (_, wanted) = name.split_once('-').unwrap();
+        assert!(
+            wanted == "sid" || version.starts_with(&format!("{wanted}.")),
+            "{version} is not {wanted}"
+        );
     };
-    let name = root.file_name().unwrap().to_str().unwrap();
-    let wanted = name.strip_prefix("rabbitmq-").unwrap();
-    let rabbitmq = RabbitMq::start_temporary("version").unwrap();
-    let version = rabbitmq.ctl(&["eval", "rabbit_misc:version()."]).unwrap();
-    assert!(version.contains(&format!("\"{wanted}.")), "{version}");
+    if env::var_os(devstack::POSTGRES_ROOT).is_some() {
+        let postgres = Postgres::start_temporary("version").unwrap();
+        is_wanted(devstack::POSTGRES_ROOT, &postgres.version().unwrap());
+        let user = fs::metadata(postgres.data_dir()).unwrap().uid();
+        assert_ne!(user, 0, "it does not run as root");
+        let standby = postgres.standby().unwrap();
+        postgres.kill().unwrap();
+        postgres.promote(standby).unwrap();
+        assert_eq!(postgres.psql("postgres", "SELECT 1").unwrap(), "1");
+    }
+    if env::var_os(devstack::RABBITMQ_ROOT).is_some() {
+        let rabbitmq = RabbitMq::start_temporary("version").unwrap();
+        is_wanted(devstack::RABBITMQ_ROOT, &rabbitmq.version().unwrap());
+    }
     let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
     assert!(!mounts.contains(" /usr "), "{mounts}");
 }

@@ -2,10 +2,7 @@
 
 use std::{
     io,
-    sync::{
-        Arc, Mutex,
-        atomic::{AtomicU16, Ordering},
-    },
+    sync::{Arc, Mutex},
     time::Duration,
 };
 
@@ -112,7 +109,8 @@ type Set = Option<(Trap, oneshot::Sender<()>)>;
 #[derive(Debug)]
 pub struct Proxy {
     port: u16,
-    target: Arc<AtomicU16>,
+    /// The ports to try for the next connection, in this order.
+    targets: Arc<Mutex<Vec<u16>>>,
     way: watch::Sender<Way>,
     trap: Arc<Mutex<Set>>,
 }
@@ -123,7 +121,7 @@ impl Proxy {
         let listener = TcpListener::bind("127.0.0.1:0").await?;
         let proxy = Self {
             port: listener.local_addr()?.port(),
-            target: Arc::new(AtomicU16::new(port)),
+            targets: Arc::new(Mutex::new(vec![port])),
             way: watch::Sender::new(Way::Open),
             trap: Arc::default(),
         };
@@ -132,19 +130,25 @@ impl Proxy {
             trap: proxy.trap.clone(),
             seen: Seen::default(),
         };
-        let target = proxy.target.clone();
+        let targets = proxy.targets.clone();
         tokio::spawn(async move {
             loop {
                 let Ok((client, _)) = listener.accept().await else {
                     continue;
                 };
                 let passage = passage.clone();
-                let port = target.load(Ordering::Relaxed);
+                let ports = {
+                    let mut targets = lock(&targets);
+                    targets.rotate_left(1);
+                    targets.clone()
+                };
                 tokio::spawn(async move {
-                    if let Ok(server) = TcpStream::connect(("127.0.0.1", port)).await {
-                        let _ = client.set_nodelay(true);
-                        let _ = server.set_nodelay(true);
-                        passage.pass(client, server).await;
+                    for port in ports {
+                        if let Ok(server) = TcpStream::connect(("127.0.0.1", port)).await {
+                            let _ = client.set_nodelay(true);
+                            let _ = server.set_nodelay(true);
+                            return passage.pass(client, server).await;
+                        }
                     }
                 });
             }
@@ -162,7 +166,13 @@ impl Proxy {
 
     /// Leads new connections to another port.
     pub fn lead_to(&self, port: u16) {
-        self.target.store(port, Ordering::Relaxed);
+        self.lead_among(&[port]);
+    }
+
+    /// Leads new connections to these ports in turn, and past those on which nobody listens, as a load balancer does.
+    /// There must be at least one.
+    pub fn lead_among(&self, ports: &[u16]) {
+        *lock(&self.targets) = ports.to_vec();
     }
 
     /// Changes what happens to all connections, from now on.
@@ -397,7 +407,7 @@ mod tests {
     fn a_url_leads_by_way_of_the_proxy_with_all_else_as_it_was() {
         let proxy = Proxy {
             port: 7,
-            target: Arc::default(),
+            targets: Arc::default(),
             way: watch::Sender::new(Way::Open),
             trap: Arc::default(),
         };
@@ -410,5 +420,33 @@ mod tests {
             url("amqp://guest:guest@127.0.0.1:5672/%2f"),
             "amqp://guest:guest@127.0.0.1:7/%2f"
         );
+    }
+
+    #[tokio::test]
+    async fn connections_go_to_each_server_in_turn_and_past_those_that_are_gone() {
+        let mut ports = Vec::new();
+        for name in [b"a", b"b"] {
+            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            ports.push(listener.local_addr().unwrap().port());
+            tokio::spawn(async move {
+                while let Ok((mut stream, _)) = listener.accept().await {
+                    let _ = stream.write_all(name).await;
+                }
+            });
+        }
+        let gone = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        ports.push(gone.local_addr().unwrap().port());
+        drop(gone);
+        let proxy = Proxy::to(ports[0]).await.unwrap();
+        proxy.lead_among(&ports);
+        let mut answers = Vec::new();
+        for _ in 0..6 {
+            let mut client = TcpStream::connect(("127.0.0.1", proxy.port)).await.unwrap();
+            let mut answer = [0];
+            client.read_exact(&mut answer).await.unwrap();
+            answers.extend(answer);
+        }
+        // The third of each three would be for the one that is gone, and goes to the one after it.
+        assert_eq!(answers, b"baabaa");
     }
 }

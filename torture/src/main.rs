@@ -7,7 +7,8 @@
 //! In reading order: [`campaign`] is the whole of it; [`message`] is what is sent, by the producers in [`post`], to the
 //! [`consumer`]s; [`fault`] lists the faults, which [`chaos`], [`ambush`], [`disk`] and [`promote`] carry out on each
 //! [`instance`]; [`ledger`], [`excuse`] and [`rows`] come to the verdict. [`plant`] and [`controls`] show that the verdict
-//! can be a bad one. [`steady`](mod@steady) is a load without faults.
+//! can be a bad one. [`steady`](mod@steady) is a load without faults, [`failover`] one on servers that take each
+//! other's place.
 
 mod ambush;
 mod campaign;
@@ -16,6 +17,7 @@ mod consumer;
 mod controls;
 mod disk;
 mod excuse;
+mod failover;
 mod fault;
 mod instance;
 mod ledger;
@@ -31,7 +33,10 @@ use std::{path::Path, process::ExitCode, time::Duration};
 use clap::{Parser, ValueEnum, builder::ArgPredicate};
 use tokio_util::sync::CancellationToken;
 
-use crate::{campaign::Campaign, fault::Fault, ledger::Verdict, plant::Plant, steady::Steady};
+use crate::{
+    campaign::Campaign, failover::Failover, fault::Fault, ledger::Verdict, plant::Plant,
+    steady::Steady,
+};
 
 const AFTER_HELP: &str = "\
 Exit status: 0 when nothing was lost, unexpected or over its bound, 1 otherwise.
@@ -46,7 +51,10 @@ One with a bug in the service, of those in src/plant.rs:
 All of that kind, which must all be caught, in some minutes:
   cargo dev torture --controls
 No faults, but an hour of ordinary work on the release build, in which nothing may grow:
-  cargo dev torture --steady 3600 --rate 200";
+  cargo dev torture --steady 3600 --rate 200
+Nodes of a cluster killed under load, or a standby promoted; on other versions, which come first:
+  cargo dev torture --cluster
+  cargo dev torture --postgres 17 --rabbitmq 4.0 --promotion";
 
 /// Do everything to retry-scheduler that can be done, and see whether a message is lost.
 ///
@@ -65,23 +73,49 @@ struct Args {
     #[arg(long, default_value_t = fastrand::u64(..1_000_000), hide_default_value = true)]
     seed: u64,
     /// Messages to send
-    #[arg(long, default_value_t = 3000)]
+    #[arg(
+        long,
+        default_value_t = 3000,
+        default_value_ifs([
+            ("cluster", ArgPredicate::IsPresent, "20000"),
+            ("promotion", ArgPredicate::IsPresent, "20000"),
+        ])
+    )]
     messages: usize,
     /// Instances of the service
     #[arg(
         long,
         default_value_t = 3,
-        default_value_if("steady", ArgPredicate::IsPresent, "2")
+        default_value_ifs([
+            ("steady", ArgPredicate::IsPresent, "2"),
+            ("cluster", ArgPredicate::IsPresent, "2"),
+            ("promotion", ArgPredicate::IsPresent, "2"),
+        ])
     )]
     instances: usize,
     /// Faults, one after the other
-    #[arg(long, default_value_t = 15)]
+    #[arg(
+        long,
+        default_value_t = 15,
+        default_value_ifs([
+            ("cluster", ArgPredicate::IsPresent, "3"),
+            ("promotion", ArgPredicate::IsPresent, "3"),
+        ])
+    )]
     faults: usize,
     /// SIGKILLs at random moments, beside the other faults
     #[arg(long, default_value_t = 5)]
     kills: usize,
     /// Over how long to spread messages and faults, at least
-    #[arg(long, default_value_t = 40, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(
+        long,
+        default_value_t = 40,
+        default_value_ifs([
+            ("cluster", ArgPredicate::IsPresent, "120"),
+            ("promotion", ArgPredicate::IsPresent, "120"),
+        ]),
+        value_parser = clap::value_parser!(u64).range(1..)
+    )]
     seconds: u64,
     /// Only these faults [default: all]
     #[arg(long, value_enum, value_delimiter = ',')]
@@ -95,6 +129,12 @@ struct Args {
     /// Messages a second of a steady load
     #[arg(long, default_value_t = 200, requires = "steady")]
     rate: u32,
+    /// Instead: three nodes of RabbitMQ, all queues quorum, and each node killed under load in its turn
+    #[arg(long, conflicts_with_all = ["promotion", "steady", "only", "plant", "kills"])]
+    cluster: bool,
+    /// Instead: a Postgres with a synchronous standby, which is promoted when the first one is killed under load
+    #[arg(long, conflicts_with_all = ["steady", "only", "plant", "kills"])]
+    promotion: bool,
     /// Only show that the campaign notices bugs: a short one with each, which must fail
     #[arg(long, exclusive = true)]
     controls: bool,
@@ -116,7 +156,8 @@ impl Args {
 #[tokio::main]
 async fn main() -> ExitCode {
     let args = Args::parse();
-    if args.steady.is_none() && args.kinds().iter().any(|fault| fault.fills_disk()) {
+    let fails_over = args.cluster || args.promotion;
+    if args.steady.is_none() && !fails_over && args.kinds().iter().any(|fault| fault.fills_disk()) {
         disk::set_apart();
     }
     let stop = CancellationToken::new();
@@ -141,6 +182,7 @@ async fn main() -> ExitCode {
     let logs = std::env::temp_dir().join(format!("torture-{}", std::process::id()));
     let done = match args.steady {
         Some(seconds) => steady(&args, Duration::from_secs(seconds), &logs, &stop).await,
+        None if fails_over => failover(&args, &logs, &stop).await,
         None => torture(&args, &logs, &stop).await,
     };
     match done {
@@ -240,6 +282,35 @@ async fn steady(
     Ok(Some(outcome.is_good()))
 }
 
+/// Runs a load on servers that take each other's place, and returns the same.
+async fn failover(
+    args: &Args,
+    logs: &Path,
+    stop: &CancellationToken,
+) -> anyhow::Result<Option<bool>> {
+    std::fs::create_dir_all(logs)?;
+    let begin = Failover::begin(args, logs);
+    let Some(failover) = stop.run_until_cancelled(begin).await else {
+        return Ok(None);
+    };
+    let mut failover = failover?;
+    let outcome = stop.run_until_cancelled(failover.run(args)).await;
+    failover.end().await;
+    let Some(outcome) = outcome else {
+        return Ok(None);
+    };
+    let (verdict, still) = outcome?;
+    list(&verdict);
+    println!(
+        "seed {}: {} kills, {}, longest standstill {:.1} s",
+        args.seed,
+        args.faults,
+        counts(&verdict),
+        still.as_secs_f64()
+    );
+    Ok(Some(verdict.is_good()))
+}
+
 /// Prints what is wrong.
 fn list(verdict: &Verdict) {
     let bad = [
@@ -256,19 +327,22 @@ fn list(verdict: &Verdict) {
 
 fn tell(verdict: &Verdict, recovery: f64) {
     list(verdict);
+    println!("{}, recovery p95 {recovery:.1} s", counts(verdict));
+}
+
+fn counts(verdict: &Verdict) -> String {
     let duplicates = match (verdict.unexplained, verdict.slow) {
         (0, 0) => " (all at a fault)".into(),
         (0, slow) => format!(" (all at a fault, {slow} at a late confirm)"),
         _ => String::new(),
     };
-    println!(
-        "attempted {}, confirmed {}, lost {}, duplicated {}{duplicates}, unexpected {}, over bound {}, \
-         recovery p95 {recovery:.1} s",
+    format!(
+        "attempted {}, confirmed {}, lost {}, duplicated {}{duplicates}, unexpected {}, over bound {}",
         verdict.attempted,
         verdict.confirmed,
         verdict.lost.len(),
         verdict.duplicated,
         verdict.unexpected.len(),
         verdict.over_bound.len(),
-    );
+    )
 }

@@ -1,7 +1,6 @@
 //! Creates a standby of a private Postgres, takes it away and back, and promotes it.
 
 use std::fs;
-use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU16;
 use std::time::Duration;
@@ -36,11 +35,11 @@ impl Postgres {
             fs::remove_dir_all(&data)
                 .with_context(|| format!("Failed to delete {}", data.display()))?;
         }
-        let mut copy = Command::new(self.programs.program("pg_basebackup"));
+        let mut copy = self.programs.command_as("pg_basebackup", self.account);
         copy.args(["--checkpoint=fast", "--no-sync", "--write-recovery-conf"]);
         copy.args(["-d", &primary.url("postgres")]);
         copy.arg("-D").arg(&data);
-        surroundings(&mut copy, self.account, &self.directory);
+        surroundings(&mut copy, &self.directory);
         process::output(&mut copy)?;
         let server = Arc::new(Server {
             data,

@@ -2,7 +2,10 @@
 
 mod fuzz;
 mod interrupts;
+mod matrix;
+mod servers;
 mod surroundings;
+mod test;
 mod up;
 mod workspace;
 
@@ -11,11 +14,10 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
-use devstack::{
-    Foreground, PGBOUNCER_ROOT, PgBouncerProgram, RABBITMQ_ROOT, RabbitMqPrograms, exit_code,
-};
+use devstack::{Foreground, exit_code};
 
 use crate::interrupts::Interrupts;
+use crate::servers::{SKIPPED, Servers};
 use crate::surroundings::Surroundings;
 use crate::workspace::Workspace;
 
@@ -38,14 +40,11 @@ Environment:
   RABBITMQ_URL           use this RabbitMQ instead of starting one (up, demo, bench)
   HTTP_PORT              the port of the service [default: 8086, or a free one]
   DEVSTACK_POSTGRES_BIN  the directory of the Postgres programs to use
+  DEVSTACK_POSTGRES_ROOT the root that another Postgres is unpacked in, such as .devstack/postgres-17
   DEVSTACK_RABBITMQ_ROOT the root that another RabbitMQ is unpacked in, such as .devstack/rabbitmq-4.0
   DEVSTACK_PGBOUNCER_ROOT the same for PgBouncer, such as .devstack/pgbouncer-1.24
 
 Delete .devstack to begin with an empty database and an empty broker.";
-
-/// The exit code when the server that was asked for cannot be had on this machine: the one by
-/// which test programs say that they were skipped.
-const SKIPPED: u8 = 77;
 
 #[derive(Subcommand)]
 enum Command {
@@ -62,26 +61,22 @@ enum Command {
     Send(Passed),
     /// Run all tests; each test program starts and stops services of its own
     ///
-    /// The options that are passed on are those of `cargo test`.
-    Test {
-        /// Test with this version of RabbitMQ, whichever is installed
-        ///
-        /// It is unpacked into .devstack from another Debian suite, which takes root rights. The
-        /// exit code is 77 where that is not possible.
-        #[arg(long, value_name = "VERSION", value_parser = devstack::RABBITMQ_VERSIONS)]
-        rabbitmq: Option<String>,
-        /// Test with this version of PgBouncer, in the same way
-        #[arg(long, value_name = "VERSION", value_parser = devstack::PGBOUNCER_VERSIONS)]
-        pgbouncer: Option<String>,
-        #[command(flatten)]
-        passed: Passed,
-    },
+    /// The options that are passed on are those of `cargo test`. Another version of Postgres or
+    /// RabbitMQ is unpacked into .devstack from another suite of Debian or Ubuntu, which takes root
+    /// rights; `sid` is the newest one that Debian has. Delete it there to unpack it anew.
+    Test(test::Test),
     /// Show the service at work
     Demo(Passed),
     /// Measure the service against what the broker can do without it
     Bench(Passed),
     /// Run the service through kills, freezes and outages, and see whether a message is lost
-    Torture(Passed),
+    #[command(disable_help_flag = true)]
+    Torture {
+        #[command(flatten)]
+        servers: Servers,
+        #[command(flatten)]
+        passed: Passed,
+    },
     /// Feed mutated inputs to the decoders, guided by the code they reach
     ///
     /// Needs a C++ compiler, which libFuzzer is built with. An input that fails is written to
@@ -123,20 +118,14 @@ fn run(command: Command) -> Result<u8> {
     match command {
         Command::Up { release, args } => up::run(&workspace, release, &args),
         Command::Send(passed) => send(&workspace, &passed.args),
-        Command::Test {
-            rabbitmq,
-            pgbouncer,
-            passed,
-        } => {
-            let versions = (rabbitmq.as_deref(), pgbouncer.as_deref());
-            test(&workspace, versions, &passed.args)
-        }
+        Command::Test(test) if test.matrix => matrix::run(&workspace),
+        Command::Test(test) => test.run(&workspace),
         Command::Demo(passed) => {
             let demo = ["--package", "retry-scheduler", "--example", "demo"];
             with_services(&workspace, "dev", &demo, &passed.args)
         }
         Command::Bench(passed) => bench(&workspace, &passed.args),
-        Command::Torture(passed) => torture(&workspace, &passed.args),
+        Command::Torture { servers, passed } => torture(&workspace, servers, &passed.args),
         Command::Fuzz {
             targets,
             runs,
@@ -151,33 +140,6 @@ fn send(workspace: &Workspace, args: &[String]) -> Result<u8> {
     let mut command = workspace.cargo(&["run", "--quiet", "--package", "retry-scheduler"]);
     command.args(["--profile", &profile, "--", "send"]);
     Err(command.args(args).envs(variables).exec()).context("Failed to run cargo")
-}
-
-fn test(
-    workspace: &Workspace,
-    (rabbitmq, pgbouncer): (Option<&str>, Option<&str>),
-    args: &[String],
-) -> Result<u8> {
-    let interrupts = Interrupts::catch()?;
-    devstack::ensure_found(true, rabbitmq.is_none())?;
-    let mut command = workspace.cargo(&["test", "--workspace"]);
-    let mut unpack = || -> Result<()> {
-        if let Some(version) = rabbitmq {
-            let programs = RabbitMqPrograms::of_version(version, workspace.directory())?;
-            command.envs(programs.root().map(|root| (RABBITMQ_ROOT, root)));
-        }
-        if let Some(version) = pgbouncer {
-            let program = PgBouncerProgram::of_version(version, workspace.directory())?;
-            command.envs(program.root().map(|root| (PGBOUNCER_ROOT, root)));
-        }
-        Ok(())
-    };
-    if let Err(error) = unpack() {
-        eprintln!("error: {error:#}");
-        return Ok(SKIPPED);
-    }
-    let mut tests = Foreground::start(command.args(args), None)?;
-    Ok(exit_code(interrupts.wait(&mut tests, || {})?))
 }
 
 /// Builds the service by itself before the benchmark: built together with other packages, its
@@ -203,9 +165,16 @@ fn asks_for_help(args: &[String]) -> bool {
 ///
 /// With the feature `plant` the binary can be made to die at a named place, or to have the bug that
 /// `RETRY_PLANT` names. A steady load measures a release build without that feature instead.
-fn torture(workspace: &Workspace, args: &[String]) -> Result<u8> {
+///
+/// A cluster is one of RabbitMQ 4.0 unless another version is asked for.
+fn torture(workspace: &Workspace, mut servers: Servers, args: &[String]) -> Result<u8> {
     let interrupts = Interrupts::catch()?;
-    devstack::ensure_installed()?;
+    if servers.rabbitmq.is_none() && args.iter().any(|arg| arg == "--cluster") {
+        servers.rabbitmq = Some("4.0".to_owned());
+    }
+    let Some(variables) = servers.variables(workspace)? else {
+        return Ok(SKIPPED);
+    };
     let steady = args.iter().any(|arg| arg.starts_with("--steady"));
     let kind: &[&str] = if steady {
         &["--release"]
@@ -223,7 +192,7 @@ fn torture(workspace: &Workspace, args: &[String]) -> Result<u8> {
         return Ok(exit_code(status));
     }
     let mut campaign = cargo(&["run"]);
-    campaign.arg("--").args(args);
+    campaign.arg("--").args(args).envs(variables);
     let mut campaign = Foreground::start(&mut campaign, None)?;
     Ok(exit_code(interrupts.wait(&mut campaign, || {})?))
 }
