@@ -5,6 +5,7 @@
 
 mod bindings;
 mod publisher;
+mod sizes;
 mod subscription;
 
 use std::{
@@ -30,6 +31,7 @@ use tracing::info;
 
 use bindings::Bindings;
 pub use publisher::{Fault, Outcome, Publisher};
+use sizes::Sizes;
 pub use subscription::{Delivery, Subscription};
 
 use crate::config::Settings;
@@ -66,6 +68,7 @@ pub struct Broker {
     confirm_timeout: Duration,
     /// Whether the broker has refused to let us bind queues to an exchange of ours.
     binding_refused: Arc<AtomicBool>,
+    sizes: Arc<Sizes>,
 }
 
 impl Broker {
@@ -87,6 +90,7 @@ impl Broker {
             timeout: settings.broker_timeout,
             confirm_timeout: settings.confirm_timeout,
             binding_refused: Arc::default(),
+            sizes: Arc::default(),
         })
     }
 
@@ -142,7 +146,14 @@ impl Broker {
             bindings: Bindings::new(self)?,
             connection,
             channel,
+            taken: 0,
         })
+    }
+
+    /// The smallest body that the broker has refused for its size; the largest number while
+    /// it has refused none.
+    pub fn refused_size(&self) -> usize {
+        self.sizes.refused()
     }
 
     /// What a publisher can do, for people.
