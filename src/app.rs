@@ -121,13 +121,17 @@ impl App {
             max_payload_bytes: settings.max_payload_bytes,
         };
         let mut intakes = vec![self.intake(rules.clone(), &wake, health.part("consumer"))];
-        if let Some(queue) = &settings.dead_letter_queue {
+        for queue in &settings.dead_letter_queues {
             let rules = Rules {
                 intake_queue: queue.clone(),
                 source: Source::DeadLetters,
-                ..rules
+                ..rules.clone()
             };
-            intakes.push(self.intake(rules, &wake, health.part("dead-letter-consumer")));
+            let part = match settings.dead_letter_queues.len() {
+                1 => "dead-letter-consumer".to_owned(),
+                _ => format!("dead-letter-consumer {queue}"),
+            };
+            intakes.push(self.intake(rules, &wake, health.part(part)));
         }
         let dispatchers: Vec<Dispatcher> = (1..=settings.dispatch_workers)
             .map(|n| Dispatcher {

@@ -3,6 +3,7 @@
 //! | reason | decided by |
 //! |---|---|
 //! | `invalid` | [`crate::wire::decode`], or intake when Postgres refuses to store the message |
+//! | `undelivered` | [`crate::wire::decode`], for a dead letter that is no consumer's failure, as its policy says |
 //! | `conflict`, `late` | [`super::arrival`], when an arrival's id or key is taken |
 //! | all others | [`Evidence::reason`], when a failure arrives, when its task is claimed, and when its message could not be sent |
 
@@ -29,6 +30,9 @@ pub enum Reason {
     Conflict,
     /// The id belongs to a message that has already ended.
     Late,
+    /// The broker took the message out of its queue before a consumer was done with it: it
+    /// expired there, or was pushed out.
+    Undelivered,
 }
 
 text_form!(Reason {
@@ -40,6 +44,7 @@ text_form!(Reason {
     Invalid => "invalid",
     Conflict => "conflict",
     Late => "late",
+    Undelivered => "undelivered",
 });
 
 impl Reason {

@@ -6,7 +6,7 @@ use globset::{Glob, GlobSet, GlobSetBuilder};
 use serde::de::DeserializeOwned;
 use toml::{Table, Value};
 
-use super::{ErrorPattern, Identity, Jitter, MOST_RETRIES, Policy, PolicyError};
+use super::{ErrorPattern, Identity, Jitter, MOST_RETRIES, Policy, PolicyError, WhenUndelivered};
 
 /// The table that replaces the default.
 pub(super) const DEFAULT: &str = "default";
@@ -80,6 +80,8 @@ impl Chapter {
                 "retryable" => policy.retryable = entry.patterns()?,
                 "non_retryable" => policy.non_retryable = entry.patterns()?,
                 "identity" => policy.identity = entry.identity()?,
+                "expired" => policy.expired = entry.when_undelivered()?,
+                "maxlen" => policy.maxlen = entry.when_undelivered()?,
                 "categories" => categories = entry.categories()?,
                 // The default takes what nothing else matches: a pattern of its own could only mislead.
                 "queues" if name == DEFAULT => {
@@ -169,6 +171,11 @@ impl Entry<'_> {
         }
     }
 
+    fn when_undelivered(&self) -> Result<WhenUndelivered, PolicyError> {
+        let word = self.value.as_str().and_then(|word| word.parse().ok());
+        word.ok_or_else(|| self.refuse("must be \"retry\" or \"review\""))
+    }
+
     fn patterns(&self) -> Result<Vec<ErrorPattern>, PolicyError> {
         let patterns: Vec<String> = self.read()?;
         let parsed = patterns.iter().map(|pattern| ErrorPattern::parse(pattern));
@@ -231,6 +238,8 @@ mod tests {
             retryable = ["timeout"]
             non_retryable = ["http 4*"]
             identity = "payload"
+            expired = "retry"
+            maxlen = "review"
             categories = ["BILLING"]
             queues = ["billing.*"]
             "#,
@@ -248,6 +257,8 @@ mod tests {
             retryable: vec![ErrorPattern::parse("timeout").unwrap()],
             non_retryable: vec![ErrorPattern::parse("http 4*").unwrap()],
             identity: Identity::Payload,
+            expired: WhenUndelivered::Retry,
+            maxlen: WhenUndelivered::Review,
         };
         assert_eq!(**book.choose("BILLING", "any"), expected);
         assert_eq!(**book.choose("", "billing.invoices.v2"), expected);
@@ -281,6 +292,11 @@ mod tests {
     fn refusals_are_one_line_and_name_policy_and_key() {
         for (text, expected) in [
             ("max_retrys = 3", "max_retrys: unknown key"),
+            (
+                "expired = \"drop\"",
+                "expired: must be \"retry\" or \"review\"",
+            ),
+            ("maxlen = true", "maxlen: must be \"retry\" or \"review\""),
             ("max_retries = -1", "max_retries: must be 0 to 1000, not -1"),
             (
                 "max_retries = 1001",

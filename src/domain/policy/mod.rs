@@ -40,6 +40,11 @@ pub struct Policy {
     pub non_retryable: Vec<ErrorPattern>,
     /// What makes two failures the same message.
     pub identity: Identity,
+    /// What becomes of a dead letter that expired in its queue: its time to live was over before a consumer had done
+    /// with it.
+    pub expired: WhenUndelivered,
+    /// What becomes of a dead letter that was pushed out of a full queue.
+    pub maxlen: WhenUndelivered,
 }
 
 /// How one random number changes the capped delay.
@@ -75,6 +80,20 @@ pub enum Identity {
     Payload,
 }
 
+/// What becomes of a dead letter that is no consumer's failure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WhenUndelivered {
+    /// It is retried, as a failure is.
+    Retry,
+    /// It goes to review at once.
+    Review,
+}
+
+text_form!(WhenUndelivered {
+    Retry => "retry",
+    Review => "review",
+});
+
 /// Why a policy or a policy file is refused, in one line that names the policy and the key.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
@@ -96,6 +115,10 @@ impl Default for Policy {
             retryable: Vec::new(),
             non_retryable: Vec::new(),
             identity: Identity::MessageId,
+            // Who sets a time to live says that the message must not be worked on later.
+            expired: WhenUndelivered::Review,
+            // A full queue has room again after a while.
+            maxlen: WhenUndelivered::Retry,
         }
     }
 }
@@ -121,6 +144,14 @@ impl fmt::Display for Policy {
         write!(f, ", within {}", time(self.max_age))?;
         if self.identity == Identity::Payload {
             write!(f, ", identity payload")?;
+        }
+        for (what, then, default) in [
+            ("expired", self.expired, WhenUndelivered::Review),
+            ("maxlen", self.maxlen, WhenUndelivered::Retry),
+        ] {
+            if then != default {
+                write!(f, ", {what} {then}")?;
+            }
         }
         for (what, patterns) in [
             ("non_retryable", &self.non_retryable),
