@@ -4,6 +4,7 @@
 //! that owns it builds a new one. Every wait for the broker has a deadline.
 
 mod bindings;
+mod marks;
 mod publisher;
 mod sizes;
 mod subscription;
@@ -30,6 +31,7 @@ use tokio::time::timeout;
 use tracing::info;
 
 use bindings::Bindings;
+use marks::Marks;
 pub use publisher::{Fault, Outcome, Publisher};
 use sizes::Sizes;
 pub use subscription::{Delivery, Subscription};
@@ -69,6 +71,9 @@ pub struct Broker {
     /// Whether the broker has refused to let us bind queues to an exchange of ours.
     binding_refused: Arc<AtomicBool>,
     sizes: Arc<Sizes>,
+    /// The queues that the settings name.
+    own_queues: Vec<ShortString>,
+    marks: Arc<Marks>,
 }
 
 impl Broker {
@@ -84,6 +89,13 @@ impl Broker {
         uri.query
             .heartbeat
             .get_or_insert(settings.broker_heartbeat_seconds);
+        let mut own_queues = vec![
+            short(&settings.retry_queue)?,
+            short(&settings.manual_review_queue)?,
+        ];
+        for queue in &settings.dead_letter_queues {
+            own_queues.push(short(queue)?);
+        }
         Ok(Self {
             uri,
             name: settings.service_name.clone(),
@@ -91,6 +103,8 @@ impl Broker {
             confirm_timeout: settings.confirm_timeout,
             binding_refused: Arc::default(),
             sizes: Arc::default(),
+            own_queues,
+            marks: Arc::default(),
         })
     }
 
@@ -109,6 +123,7 @@ impl Broker {
         let connection = self.connect("intake").await?;
         let queue = short(queue)?;
         self.ensure_queue(&connection, &queue).await?;
+        self.mark(&connection, &queue).await?;
         let channel = self
             .answer("channel.open", connection.create_channel())
             .await?;
@@ -138,7 +153,9 @@ impl Broker {
     /// Opens a connection to publish on, and makes sure that `review` exists.
     pub async fn publisher(&self, review: &str) -> Result<Publisher, BrokerError> {
         let connection = self.connect("dispatch").await?;
-        self.ensure_queue(&connection, &short(review)?).await?;
+        let review = short(review)?;
+        self.ensure_queue(&connection, &review).await?;
+        self.mark(&connection, &review).await?;
         let channel = self.confirming(&connection).await?;
         self.prove_publishing(&channel).await?;
         Ok(Publisher {
@@ -147,6 +164,7 @@ impl Broker {
             connection,
             channel,
             taken: 0,
+            channel_for_marks: None,
         })
     }
 

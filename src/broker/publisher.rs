@@ -12,7 +12,7 @@ use tokio::time::{Instant, error::Elapsed, timeout_at};
 use super::{
     Broker, BrokerError, amqp_code,
     bindings::{Bindings, Way},
-    close, short,
+    close, marks, short,
 };
 use crate::{
     plant::{Bug, Point},
@@ -26,6 +26,8 @@ pub enum Outcome {
     Confirmed,
     /// The broker returned the message: its queue does not exist.
     Returned(String),
+    /// The queue belongs to a retry-scheduler, so nothing was sent.
+    Forbidden(String),
     /// The broker would not take the message, for example because the queue is full.
     Refused,
     /// The message is larger than the broker takes.
@@ -70,6 +72,8 @@ pub struct Publisher {
     pub(super) channel: Channel,
     /// The size of the largest body that the broker has taken on this connection.
     pub(super) taken: usize,
+    /// Where we ask for the marks of other services' queues.
+    pub(super) channel_for_marks: Option<Channel>,
 }
 
 /// A message of a batch, ready to be handed to the client.
@@ -140,9 +144,17 @@ impl Publisher {
     /// that are no larger go together.
     pub async fn publish(&mut self, batch: &[Outgoing]) -> (Vec<Outcome>, Option<Fault>) {
         let mut outcomes = vec![Outcome::Unsent; batch.len()];
+        let marked = match self.marked(batch).await {
+            Ok(marked) => marked,
+            Err(e) => return (outcomes, Some(Fault::Connection(e.to_string()))),
+        };
         let bound_by = Instant::now() + self.broker.timeout;
         let mut posts = Vec::with_capacity(batch.len());
         for (at, message) in batch.iter().enumerate() {
+            if marked.contains(&message.queue) {
+                outcomes[at] = Outcome::Forbidden(marks::refusal(message.queue.as_str()));
+                continue;
+            }
             let way = self
                 .bindings
                 .way(&self.broker, &self.connection, message, bound_by)

@@ -7,7 +7,10 @@ use tracing::warn;
 use super::turn::Bound;
 use crate::{
     broker::Outcome,
-    domain::{review::Evidence, settlement::Settlement},
+    domain::{
+        review::{Evidence, Reason},
+        settlement::Settlement,
+    },
     observe::telemetry::one_line,
     plant::Bug,
     wire::{self, LeftOut},
@@ -40,6 +43,7 @@ impl Bound<'_> {
                 let error = format!("queue {:?} does not exist ({why})", self.task.queue);
                 Some(self.returned(error))
             }
+            (Outcome::Forbidden(why), _) => Some(self.forbidden(why.clone())),
             (Outcome::Refused, _) => Some(self.deferred()),
             (Outcome::Unknown | Outcome::Unconfirmed, None) if Bug::SettleUnconfirmed.planted() => {
                 Some(self.sent_back())
@@ -96,6 +100,17 @@ impl Bound<'_> {
             },
             error: wire::storable(error),
             reason,
+        }
+    }
+
+    /// The message may not go to its queue, however often it is tried: its next stop is
+    /// review.
+    fn forbidden(&self, error: String) -> Settlement {
+        Settlement::Returned {
+            retry_count: self.task.budget.retry_count,
+            delay: Duration::ZERO,
+            error,
+            reason: Some(Reason::Invalid),
         }
     }
 

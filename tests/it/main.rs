@@ -35,6 +35,7 @@ mod keys;
 mod lines;
 mod losing;
 mod migrating;
+mod neighbours;
 mod newer;
 mod pipeline;
 mod plans;
