@@ -126,13 +126,17 @@ impl App {
         let settings = &self.settings;
         let rules = rules(settings, self.book.clone());
         let mut intakes = vec![self.intake(rules.clone(), &wake, &health, "consumer")];
-        if let Some(queue) = &settings.dead_letter_queue {
+        for queue in &settings.dead_letter_queues {
             let rules = Rules {
                 intake_queue: queue.clone(),
                 source: Source::DeadLetters,
-                ..rules
+                ..rules.clone()
             };
-            intakes.push(self.intake(rules, &wake, &health, "dead-letter-consumer"));
+            let part = match settings.dead_letter_queues.len() {
+                1 => "dead-letter-consumer".to_owned(),
+                _ => format!("dead-letter-consumer {queue}"),
+            };
+            intakes.push(self.intake(rules, &wake, &health, &part));
         }
         let dispatchers: Vec<Dispatcher> = (1..=settings.dispatch_workers)
             .map(|n| format!("publisher-{n}"))

@@ -6,7 +6,9 @@
 mod bindings;
 mod greeting;
 mod home;
+mod marks;
 mod publisher;
+mod sizes;
 mod subscription;
 
 use std::{
@@ -32,7 +34,9 @@ use tracing::info;
 
 use bindings::Bindings;
 pub use home::{Home, Introduction};
+use marks::Marks;
 pub use publisher::{Fault, Outcome, Publisher};
+use sizes::Sizes;
 pub use subscription::{Delivery, Subscription};
 
 use crate::config::Settings;
@@ -82,6 +86,10 @@ pub struct Broker {
     binding_refused: Arc<AtomicBool>,
     /// The broker that the database belongs to, once that is known.
     home: Arc<OnceLock<Home>>,
+    sizes: Arc<Sizes>,
+    /// The queues that the settings name.
+    own_queues: Vec<ShortString>,
+    marks: Arc<Marks>,
 }
 
 impl Broker {
@@ -97,6 +105,13 @@ impl Broker {
         uri.query
             .heartbeat
             .get_or_insert(settings.broker_heartbeat_seconds);
+        let mut own_queues = vec![
+            short(&settings.retry_queue)?,
+            short(&settings.manual_review_queue)?,
+        ];
+        for queue in &settings.dead_letter_queues {
+            own_queues.push(short(queue)?);
+        }
         Ok(Self {
             uri,
             name: settings.service_name.clone(),
@@ -104,6 +119,9 @@ impl Broker {
             confirm_timeout: settings.confirm_timeout,
             binding_refused: Arc::default(),
             home: Arc::default(),
+            sizes: Arc::default(),
+            own_queues,
+            marks: Arc::default(),
         })
     }
 
@@ -128,6 +146,7 @@ impl Broker {
         let connection = self.connect("intake").await?;
         let queue = short(queue)?;
         self.ensure_queue(&connection, &queue).await?;
+        self.mark(&connection, &queue).await?;
         let channel = self
             .answer("channel.open", connection.create_channel())
             .await?;
@@ -157,7 +176,9 @@ impl Broker {
     /// Opens a connection to publish on, and makes sure that `review` exists.
     pub async fn publisher(&self, review: &str) -> Result<Publisher, BrokerError> {
         let connection = self.connect("dispatch").await?;
-        self.ensure_queue(&connection, &short(review)?).await?;
+        let review = short(review)?;
+        self.ensure_queue(&connection, &review).await?;
+        self.mark(&connection, &review).await?;
         let channel = self.confirming(&connection).await?;
         self.prove_publishing(&channel).await?;
         Ok(Publisher {
@@ -165,7 +186,15 @@ impl Broker {
             bindings: Bindings::new(self)?,
             connection,
             channel,
+            taken: 0,
+            channel_for_marks: None,
         })
+    }
+
+    /// The smallest body that the broker has refused for its size; the largest number while
+    /// it has refused none.
+    pub fn refused_size(&self) -> usize {
+        self.sizes.refused()
     }
 
     /// What a publisher can do, for people.

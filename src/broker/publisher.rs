@@ -3,30 +3,44 @@
 use std::{collections::HashMap, task::Poll, time::Duration};
 
 use futures::FutureExt;
-use lapin::{Channel, Confirmation, Connection, options::BasicPublishOptions, types::ShortString};
+use lapin::{
+    BasicProperties, Channel, Confirmation, Connection, options::BasicPublishOptions,
+    types::ShortString,
+};
 use tokio::time::{Instant, error::Elapsed, timeout_at};
 
 use super::{
     Broker, BrokerError, amqp_code,
     bindings::{Bindings, Way},
-    close, short,
+    close, marks, short,
 };
 use crate::{
     plant::{Bug, Point},
-    wire::{Outgoing, retry_id, with_bcc},
+    wire::{Outgoing, header_frame_size, retry_id, with_bcc},
 };
 
-/// What became of one published message.
+/// What became of one message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// The message is in its queue.
     Confirmed,
     /// The broker returned the message: its queue does not exist.
     Returned(String),
+    /// The queue belongs to a retry-scheduler, so nothing was sent.
+    Forbidden(String),
     /// The broker would not take the message, for example because the queue is full.
     Refused,
+    /// The message is larger than the broker takes.
+    TooLarge(String),
+    /// The broker closed the channel over this message's content, or would do so.
+    Unacceptable(String),
+    /// The broker did not confirm in time, or failed over this message, which was alone: it
+    /// may yet be delivered.
+    Unconfirmed,
     /// It is not known whether the message is in its queue.
     Unknown,
+    /// The message was not published.
+    Unsent,
 }
 
 /// Why not every message of a batch was answered. The channel cannot be used any more:
@@ -34,8 +48,8 @@ pub enum Outcome {
 /// is needed.
 #[derive(Debug, thiserror::Error)]
 pub enum Fault {
-    /// The broker closed the channel, or all of the connection, over one
-    /// message's content.
+    /// The broker closed the channel, or all of the connection, over the content of one of
+    /// several messages.
     #[error("RabbitMQ closed the channel: {0}")]
     Channel(String),
     /// The broker had an internal error. Some content causes one, so a message that was
@@ -56,6 +70,46 @@ pub struct Publisher {
     pub(super) bindings: Bindings,
     pub(super) connection: Connection,
     pub(super) channel: Channel,
+    /// The size of the largest body that the broker has taken on this connection.
+    pub(super) taken: usize,
+    /// Where we ask for the marks of other services' queues.
+    pub(super) channel_for_marks: Option<Channel>,
+}
+
+/// A message of a batch, ready to be handed to the client.
+struct Post<'b> {
+    /// Its place in the batch.
+    at: usize,
+    message: &'b Outgoing,
+    /// Whether it goes by our own exchange.
+    by_key: bool,
+    exchange: ShortString,
+    key: ShortString,
+    properties: BasicProperties,
+}
+
+impl<'b> Post<'b> {
+    fn new(at: usize, message: &'b Outgoing, way: &Way, bindings: &Bindings) -> Self {
+        let properties = message.properties.clone();
+        match way {
+            Way::ByKey(binding_key) => Self {
+                at,
+                message,
+                by_key: true,
+                exchange: bindings.exchange.clone(),
+                key: message.routing_key.clone().unwrap_or_default(),
+                properties: with_bcc(properties, binding_key),
+            },
+            _ => Self {
+                at,
+                message,
+                by_key: false,
+                exchange: ShortString::default(),
+                key: message.queue.clone(),
+                properties,
+            },
+        }
+    }
 }
 
 impl Publisher {
@@ -80,7 +134,79 @@ impl Publisher {
         status.connected() && self.channel.status().connected() && status.blocked()
     }
 
-    /// Publishes all messages, then waits for all confirms; gives an outcome for each.
+    /// Publishes the messages of a batch and waits for their confirms; gives an outcome for
+    /// each.
+    ///
+    /// Over a message that is too large the broker closes the channel, and then nobody can
+    /// tell which others on that channel have arrived. So messages share the channel only if
+    /// the broker is known to take their size: one that is larger than all that it has taken
+    /// on this connection is published before the others, and alone. Once it is taken, all
+    /// that are no larger go together.
+    pub async fn publish(&mut self, batch: &[Outgoing]) -> (Vec<Outcome>, Option<Fault>) {
+        let mut outcomes = vec![Outcome::Unsent; batch.len()];
+        let marked = match self.marked(batch).await {
+            Ok(marked) => marked,
+            Err(e) => return (outcomes, Some(Fault::Connection(e.to_string()))),
+        };
+        let bound_by = Instant::now() + self.broker.timeout;
+        let mut posts = Vec::with_capacity(batch.len());
+        for (at, message) in batch.iter().enumerate() {
+            if marked.contains(&message.queue) {
+                outcomes[at] = Outcome::Forbidden(marks::refusal(message.queue.as_str()));
+                continue;
+            }
+            let way = self
+                .bindings
+                .way(&self.broker, &self.connection, message, bound_by)
+                .await;
+            match way {
+                Ok(Way::Nowhere(why)) => outcomes[at] = Outcome::Returned(why),
+                Ok(Way::Later) => {}
+                Ok(way) => {
+                    let post = Post::new(at, message, &way, &self.bindings);
+                    match self.frame_problem(&post.properties) {
+                        Some(why) => outcomes[at] = Outcome::Unacceptable(why),
+                        None => posts.push(post),
+                    }
+                }
+                Err(e) => return (outcomes, Some(Fault::Connection(e.to_string()))),
+            }
+        }
+        let deadline = Instant::now() + self.broker.confirm_timeout;
+        while !posts.is_empty() && Instant::now() < deadline {
+            let next = match self.first_of_its_size(&posts) {
+                Some(at) => vec![posts.remove(at)],
+                None => std::mem::take(&mut posts),
+            };
+            let fault = self
+                .publish_together(next, &mut outcomes, bound_by, deadline)
+                .await;
+            if fault.is_some() {
+                return (outcomes, fault);
+            }
+        }
+        (outcomes, None)
+    }
+
+    /// The place of the largest message, unless the broker is known to take its size.
+    fn first_of_its_size(&self, posts: &[Post<'_>]) -> Option<usize> {
+        let sizes = posts.iter().map(|post| post.message.body.len());
+        let (at, largest) = sizes.enumerate().max_by_key(|(_, size)| *size)?;
+        (largest > self.taken).then_some(at)
+    }
+
+    /// What is wrong with properties that do not fit one frame: the broker would close the
+    /// connection over them.
+    fn frame_problem(&self, properties: &BasicProperties) -> Option<String> {
+        let most = self.connection.configuration().frame_max();
+        let size = header_frame_size(properties);
+        let fits = u32::try_from(size).is_ok_and(|size| size <= most);
+        (!fits).then(|| {
+            format!("its properties need a frame of {size} bytes, and the broker takes {most}")
+        })
+    }
+
+    /// Publishes all posts, then waits for all confirms; notes the outcome of each.
     ///
     /// The AMQP client hands a return to whichever confirm comes next, not to the one
     /// it belongs to, so returns are matched by our id over the whole batch. The
@@ -88,74 +214,45 @@ impl Publisher {
     /// to a confirm which completes no later than the message's own. So a message that
     /// is acked, and is not among the returns of all confirms completed by then, is in
     /// its queue, even if the batch broke off.
-    pub async fn publish(&mut self, batch: &[Outgoing]) -> (Vec<Outcome>, Option<Fault>) {
+    async fn publish_together(
+        &mut self,
+        posts: Vec<Post<'_>>,
+        outcomes: &mut [Outcome],
+        bound_by: Instant,
+        deadline: Instant,
+    ) -> Option<Fault> {
         let mut fault = None;
-        let bound_by = Instant::now() + self.broker.timeout;
-        let mut ways = Vec::with_capacity(batch.len());
-        for message in batch {
-            let way = self
-                .bindings
-                .way(&self.broker, &self.connection, message, bound_by)
-                .await;
-            match way {
-                Ok(way) => ways.push(way),
-                // Nothing is published yet, so nothing is known of any message.
-                Err(e) => {
-                    let fault = Fault::Connection(e.to_string());
-                    return (vec![Outcome::Unknown; batch.len()], Some(fault));
-                }
-            }
-        }
-        let uses_exchange = ways.iter().any(|way| matches!(way, Way::ByKey(_)));
-        let deadline = Instant::now() + self.broker.confirm_timeout;
+        let uses_exchange = posts.iter().any(|post| post.by_key);
         // The client's own thread writes the frames, and its future completes only
         // then: two switches of threads. So all messages are handed over, in order,
         // before one of them is waited for.
-        let mut handed_over = Vec::with_capacity(batch.len());
-        for (message, way) in batch.iter().zip(&ways) {
-            let (exchange, key, properties) = match way {
-                Way::ByName => (
-                    ShortString::default(),
-                    message.queue.clone(),
-                    message.properties.clone(),
-                ),
-                Way::ByKey(binding_key) => (
-                    self.bindings.exchange.clone(),
-                    message.routing_key.clone().unwrap_or_default(),
-                    with_bcc(message.properties.clone(), binding_key),
-                ),
-                Way::Nowhere(_) | Way::Later => {
-                    handed_over.push(None);
-                    continue;
-                }
-            };
+        let mut handed_over = Vec::with_capacity(posts.len());
+        let mut sent = Vec::with_capacity(posts.len());
+        for post in posts {
             Point::BeforePublish.pass();
             let mut publish = Box::pin(self.channel.basic_publish(
-                exchange,
-                key,
+                post.exchange,
+                post.key,
                 // Without `mandatory` the broker drops a message to a missing queue, and
                 // acknowledges it.
                 BasicPublishOptions {
                     mandatory: true,
                     ..BasicPublishOptions::default()
                 },
-                &message.body,
-                properties,
+                &post.message.body,
+                post.properties,
             ));
             let polled = futures::poll!(publish.as_mut());
-            handed_over.push(Some((publish, polled)));
+            handed_over.push((publish, polled));
+            sent.push((post.at, post.message, post.by_key));
         }
         // When one publish fails the others may still be answered, so what is known of
         // each message is kept.
-        let mut confirms = Vec::with_capacity(batch.len());
+        let mut confirms = Vec::with_capacity(sent.len());
         // If we stop waiting before the client has written a message's frames, its confirm
         // may carry another message's return; so after a write timeout no ack is trusted.
         let mut trusted = true;
-        for handed_over in handed_over {
-            let Some((publish, polled)) = handed_over else {
-                confirms.push(None);
-                continue;
-            };
+        for (publish, polled) in handed_over {
             let written = match polled {
                 Poll::Ready(written) => Ok(written),
                 Poll::Pending => timeout_at(deadline, publish).await,
@@ -170,10 +267,11 @@ impl Publisher {
             Point::AfterPublish.pass();
         }
         Point::BeforeConfirm.pass();
-        let mut outcomes = vec![Outcome::Unknown; batch.len()];
         let mut returned: HashMap<String, String> = HashMap::new();
         let mut given_up = Vec::new();
-        for (outcome, confirm) in outcomes.iter_mut().zip(confirms) {
+        for ((at, message, _), confirm) in sent.iter().zip(confirms) {
+            let outcome = &mut outcomes[*at];
+            *outcome = Outcome::Unknown;
             let Some(mut confirm) = confirm else { continue };
             let answer = timeout_at(deadline, &mut confirm).await;
             if answer.is_err() {
@@ -192,6 +290,10 @@ impl Publisher {
                 Confirmation::Nack(_) => Outcome::Refused,
                 Confirmation::Ack(_) | Confirmation::NotRequested => Outcome::Unknown,
             };
+            // Returned or refused, its size was looked at first.
+            let size = message.body.len();
+            self.taken = self.taken.max(size);
+            self.broker.sizes.note_taken(size);
             note_return(answer, &mut returned);
         }
         // A confirm that we stopped waiting for may have completed since, and may carry
@@ -202,21 +304,47 @@ impl Publisher {
             }
         }
         Point::AfterConfirm.pass();
-        for ((outcome, message), way) in outcomes.iter_mut().zip(batch).zip(ways) {
-            if let Way::Nowhere(why) = way {
-                *outcome = Outcome::Returned(why);
-            } else if returned.is_empty() || Bug::IgnoreReturns.planted() {
-                continue;
-            } else if let Some(why) = returned.remove(&message.message_id.to_string()) {
-                *outcome = match way {
-                    Way::ByKey(_) if self.is_bound_anew(message, bound_by).await => {
-                        Outcome::Refused
-                    }
-                    _ => Outcome::Returned(why),
-                };
+        for (at, message, by_key) in &sent {
+            if returned.is_empty() || Bug::IgnoreReturns.planted() {
+                break;
             }
+            let Some(why) = returned.remove(&message.message_id.to_string()) else {
+                continue;
+            };
+            outcomes[*at] = if *by_key && self.is_bound_anew(message, bound_by).await {
+                Outcome::Refused
+            } else {
+                Outcome::Returned(why)
+            };
         }
-        (outcomes, fault)
+        match (fault, sent.as_slice()) {
+            (Some(Fault::Channel(why)), [(at, message, _)]) => {
+                outcomes[*at] = self.unacceptable(message.body.len(), why);
+                // The others of the batch are not concerned.
+                let reopened = self.reopen().await;
+                reopened.err().map(|e| Fault::Connection(e.to_string()))
+            }
+            (Some(fault @ Fault::Timeout(_)), _) | (Some(fault @ Fault::Internal(_)), [_]) => {
+                for (at, ..) in sent {
+                    if outcomes[at] == Outcome::Unknown {
+                        outcomes[at] = Outcome::Unconfirmed;
+                    }
+                }
+                Some(fault)
+            }
+            (fault, _) => fault,
+        }
+    }
+
+    /// Notes why the broker closed the channel over the only message on it.
+    fn unacceptable(&mut self, size: usize, why: String) -> Outcome {
+        // RabbitMQ says so in these words, from 3.8 to 4.3, under a code that has many uses.
+        if !why.contains("message size") {
+            return Outcome::Unacceptable(why);
+        }
+        self.taken = self.taken.min(size.saturating_sub(1));
+        self.broker.sizes.note_refused(size, &why);
+        Outcome::TooLarge(why)
     }
 
     /// Binds the queue of a message that was returned once more. That works if the queue

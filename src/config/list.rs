@@ -27,7 +27,7 @@ pub const SETTINGS: &[Setting] = &[
     setting("RABBITMQ_URL", "amqp://localhost:5672", "Broker, as `amqp://` or `amqps://`."),
     setting("RETRY_QUEUE", "retry.scheduled", "Intake queue of RetryMessages; declared durable when absent."),
     setting("MANUAL_REVIEW_QUEUE", "manual-review.pending", "Where messages go that people must look at; declared durable when absent."),
-    setting("DEAD_LETTER_QUEUE", "", "A queue that DLXs are bound to, whose raw dead letters are retried too; empty: none. Declared durable when absent."),
+    setting("DEAD_LETTER_QUEUE", "", "Comma-separated queues that DLXs are bound to, whose raw dead letters are retried too; empty: none. Declared durable when absent."),
     setting("REVIEW_FORMAT", "json", "Body of review messages: `json` or `protobuf`; over 8 MiB of payload always protobuf."),
     setting("ALLOWED_QUEUES", "", "Comma-separated globs of queues a message may go back to; empty allows all but our own and `amq.*`."),
     setting("DEFAULT_MAX_RETRIES", "3", "Retries of a message when neither it nor its policy says a number."),
@@ -40,7 +40,7 @@ pub const SETTINGS: &[Setting] = &[
     setting("RETRY_POLL_INTERVAL_MS", "1000", "Longest sleep of the dispatcher; it wakes earlier for what falls due."),
     setting("DATABASE_URL", "postgresql://localhost:5432/retry_scheduler", "Postgres, as `postgresql://`."),
     setting("DATABASE_SCHEMA", "", "Schema of our tables, as it is written; made when absent. Empty: the first of the connection's search path."),
-    setting("DATABASE_POOL_SIZE", "8", "Connections to Postgres."),
+    setting("DATABASE_POOL_SIZE", "10", "Connections to Postgres, opened when needed: at least one for each dispatch worker and each intake queue, and one more."),
     setting("DATABASE_TIMEOUT_MS", "15000", "Deadline of one database operation."),
     setting("MIGRATE_ON_START", "true", "Apply migrations when serving starts."),
     // DATABASE_POOL_SIZE above, and all sizes and waits from here to

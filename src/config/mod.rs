@@ -45,7 +45,7 @@ pub struct Settings {
     pub rabbitmq_url: SecretString,
     pub retry_queue: String,
     pub manual_review_queue: String,
-    pub dead_letter_queue: Option<String>,
+    pub dead_letter_queues: Vec<String>,
     pub review_format: ReviewFormat,
     pub allowed_queues: AllowedQueues,
     pub default_max_retries: i32,
@@ -135,16 +135,16 @@ impl Settings {
                 "must differ from RETRY_QUEUE, or review would be retried",
             ));
         }
-        let dead_letter_queue = values
-            .optional("DEAD_LETTER_QUEUE")
-            .map(|_| values.queue("DEAD_LETTER_QUEUE"))
-            .transpose()?;
+        let dead_letter_queues = values.queues("DEAD_LETTER_QUEUE")?;
         let mut own = vec![retry_queue.clone(), manual_review_queue.clone()];
-        if let Some(queue) = &dead_letter_queue {
+        for queue in &dead_letter_queues {
             if own.contains(queue) {
                 return Err(ConfigError::new(
                     "DEAD_LETTER_QUEUE",
-                    "must differ from RETRY_QUEUE and MANUAL_REVIEW_QUEUE",
+                    format!(
+                        "{queue:?} must stand once, and differ from RETRY_QUEUE and \
+                         MANUAL_REVIEW_QUEUE"
+                    ),
                 ));
             }
             own.push(queue.clone());
@@ -157,12 +157,19 @@ impl Settings {
                 "must not be below BASE_DELAY_MS",
             ));
         }
-        let database_pool_size = values.within("DATABASE_POOL_SIZE", 2..=1000)?;
+        let database_pool_size: u32 = values.within("DATABASE_POOL_SIZE", 2..=1000)?;
         let dispatch_workers: u16 = values.within("DISPATCH_WORKERS", 1..=32)?;
-        if database_pool_size < u32::from(dispatch_workers) + 2 {
+        // Each worker and each intake loop holds one connection at a time; the janitor and
+        // `/ready` share one more.
+        let intakes = 1 + dead_letter_queues.len();
+        let needed = usize::from(dispatch_workers) + intakes + 1;
+        if usize::try_from(database_pool_size).is_ok_and(|size| size < needed) {
             return Err(ConfigError::new(
                 "DATABASE_POOL_SIZE",
-                "must be at least DISPATCH_WORKERS + 2, or intake would wait for a connection",
+                format!(
+                    "must be at least {needed} with {dispatch_workers} DISPATCH_WORKERS and \
+                     {intakes} intake queue(s), or intake would wait for a connection"
+                ),
             ));
         }
         let intake_prefetch = values.within("INTAKE_PREFETCH", 1..=u16::MAX)?;
@@ -180,7 +187,7 @@ impl Settings {
             allowed_queues: AllowedQueues::new(own, values.globs("ALLOWED_QUEUES")?),
             retry_queue,
             manual_review_queue,
-            dead_letter_queue,
+            dead_letter_queues,
             default_max_retries: values.within("DEFAULT_MAX_RETRIES", 0..=MOST_RETRIES)?,
             max_retries_limit: values.within("MAX_RETRIES_LIMIT", 0..=MOST_RETRIES)?,
             policies_file: values.optional("POLICIES_FILE").map(PathBuf::from),
@@ -290,6 +297,9 @@ mod tests {
             ("DATABASE_POOL_SIZE", "1"),
             ("DATABASE_POOL_SIZE", "3"),
             ("DEAD_LETTER_QUEUE", "retry.scheduled"),
+            ("DEAD_LETTER_QUEUE", "a.XQ,manual-review.pending"),
+            ("DEAD_LETTER_QUEUE", "a.XQ, b.XQ, a.XQ"),
+            ("DEAD_LETTER_QUEUE", "a.XQ,b\nc"),
             ("MAX_RETRIES_LIMIT", "-3"),
             ("RETAIN_EVENTS_HOURS", "0"),
             // Twenty years, twice as long as any policy may last.
@@ -331,6 +341,26 @@ mod tests {
             .to_string();
         assert!(error.contains("absent.toml"), "{error}");
         std::fs::remove_dir_all(dir).unwrap();
+    }
+
+    #[test]
+    fn dead_letter_queues_are_a_list_that_the_pool_must_serve() {
+        assert!(load(&[]).unwrap().dead_letter_queues.is_empty());
+        let five = "a.XQ, b.XQ,c.XQ,,d.XQ, e.XQ,";
+        let s = load(&[("DEAD_LETTER_QUEUE", five)]).unwrap();
+        let queues = ["a.XQ", "b.XQ", "c.XQ", "d.XQ", "e.XQ"];
+        assert_eq!(s.dead_letter_queues, queues);
+        for queue in queues {
+            assert!(s.allowed_queues.refusal(queue).is_some(), "{queue}");
+        }
+        let least = [("DEAD_LETTER_QUEUE", five), ("DATABASE_POOL_SIZE", "9")];
+        load(&least).unwrap();
+        let few = [("DEAD_LETTER_QUEUE", five), ("DATABASE_POOL_SIZE", "8")];
+        let error = load(&few).expect_err("too few").to_string();
+        assert!(
+            error.starts_with("DATABASE_POOL_SIZE: must be at least 9"),
+            "{error}"
+        );
     }
 
     #[test]

@@ -14,6 +14,12 @@ use crate::domain::{limits::LONGEST_DURATION, queues::name_problem};
 /// Postgres cuts off the rest of a longer name.
 const LONGEST_IDENTIFIER: usize = 63;
 
+/// The entries of a list that is separated by commas.
+fn list(raw: &str) -> impl Iterator<Item = &str> {
+    let entries = raw.split(',').map(str::trim);
+    entries.filter(|entry| !entry.is_empty())
+}
+
 /// The layers of settings, with errors that name the setting.
 pub(super) struct Values(pub(super) Config);
 
@@ -60,6 +66,19 @@ impl Values {
         }
     }
 
+    /// A list of queues, separated by commas; empty when nothing is set.
+    pub(super) fn queues(&self, name: &'static str) -> Result<Vec<String>, ConfigError> {
+        let mut queues = Vec::new();
+        for queue in list(&self.raw(name)) {
+            if let Some(problem) = name_problem(queue) {
+                let problem = format!("the queue name {queue:?} {problem}");
+                return Err(ConfigError::new(name, problem));
+            }
+            queues.push(queue.to_owned());
+        }
+        Ok(queues)
+    }
+
     pub(super) fn within<T>(
         &self,
         name: &'static str,
@@ -92,11 +111,7 @@ impl Values {
 
     pub(super) fn globs(&self, name: &'static str) -> Result<Option<GlobSet>, ConfigError> {
         let raw = self.raw(name);
-        let patterns: Vec<&str> = raw
-            .split(',')
-            .map(str::trim)
-            .filter(|p| !p.is_empty())
-            .collect();
+        let patterns: Vec<&str> = list(&raw).collect();
         if patterns.is_empty() {
             return Ok(None);
         }

@@ -6,11 +6,14 @@ use tracing::warn;
 
 use super::turn::Bound;
 use crate::{
-    broker::{Fault, Outcome},
-    domain::{review::Evidence, settlement::Settlement},
+    broker::Outcome,
+    domain::{
+        review::{Evidence, Reason},
+        settlement::Settlement,
+    },
     observe::telemetry::one_line,
     plant::Bug,
-    wire,
+    wire::{self, LeftOut},
 };
 
 /// The longest wait of a message that was not confirmed in time.
@@ -19,44 +22,20 @@ const LONGEST_STAND_BACK: Duration = Duration::from_secs(60);
 /// The shortest wait of a message that the broker refused, whatever its policy says.
 const SHORTEST_DEFERRAL: Duration = Duration::from_millis(100);
 
-/// What a fault of the broker implies for the messages of a batch whose own outcome is
-/// unknown.
-pub(super) enum Blame {
-    /// Nothing. Their rows stay as they were, and are claimed again.
-    Innocent,
-    /// The broker closed the channel over the only message there was.
-    Guilty(String),
-    /// The broker failed over the only message there was, or did not confirm in time:
-    /// it may yet deliver what it was sent.
-    Suspect,
-}
-
-impl Blame {
-    /// The blame for a fault; `alone` says that one message only was published.
-    pub(super) fn of(fault: &Option<Fault>, alone: bool) -> Self {
-        match fault {
-            Some(Fault::Channel(why)) if alone => Self::Guilty(why.clone()),
-            Some(Fault::Internal(_)) if alone => Self::Suspect,
-            Some(Fault::Timeout(_)) => Self::Suspect,
-            _ => Self::Innocent,
-        }
-    }
-}
-
 /// Gives each published task its end. Returns whether the review queue is missing.
-pub(super) fn judge(bound: &mut [Bound<'_>], outcomes: &[Outcome], blame: &Blame) -> bool {
+pub(super) fn judge(bound: &mut [Bound<'_>], outcomes: &[Outcome]) -> bool {
     let mut review_is_missing = false;
     let published = bound.iter_mut().filter(|b| b.end.is_none());
     for (bound, outcome) in published.zip(outcomes) {
         review_is_missing |= bound.review.is_some() && matches!(outcome, Outcome::Returned(_));
-        bound.end = bound.end_by(outcome, blame);
+        bound.end = bound.end_by(outcome);
     }
     review_is_missing
 }
 
 impl Bound<'_> {
     /// How the task ends, by what the broker said; none leaves it as it was.
-    fn end_by(&self, outcome: &Outcome, blame: &Blame) -> Option<Settlement> {
+    fn end_by(&self, outcome: &Outcome) -> Option<Settlement> {
         match (outcome, self.review) {
             (Outcome::Confirmed, None) => Some(self.sent_back()),
             (Outcome::Confirmed, Some(reason)) => Some(Settlement::Reviewed(reason)),
@@ -64,13 +43,20 @@ impl Bound<'_> {
                 let error = format!("queue {:?} does not exist ({why})", self.task.queue);
                 Some(self.returned(error))
             }
+            (Outcome::Forbidden(why), _) => Some(self.forbidden(why.clone())),
             (Outcome::Refused, _) => Some(self.deferred()),
-            (Outcome::Unknown, None) if Bug::SettleUnconfirmed.planted() => Some(self.sent_back()),
-            (Outcome::Unknown, _) => match blame {
-                Blame::Innocent => None,
-                Blame::Guilty(why) => Some(self.returned(why.clone())),
-                Blame::Suspect => Some(self.stands_back()),
-            },
+            (Outcome::Unknown | Outcome::Unconfirmed, None) if Bug::SettleUnconfirmed.planted() => {
+                Some(self.sent_back())
+            }
+            // The next envelope is smaller.
+            (Outcome::TooLarge(_), Some(_)) if self.left_out != LeftOut::PayloadAndProperties => {
+                None
+            }
+            (Outcome::TooLarge(why) | Outcome::Unacceptable(why), _) => {
+                Some(self.returned(why.clone()))
+            }
+            (Outcome::Unconfirmed, _) => Some(self.stands_back()),
+            (Outcome::Unknown | Outcome::Unsent, _) => None,
         }
     }
 
@@ -114,6 +100,17 @@ impl Bound<'_> {
             },
             error: wire::storable(error),
             reason,
+        }
+    }
+
+    /// The message may not go to its queue, however often it is tried: its next stop is
+    /// review.
+    fn forbidden(&self, error: String) -> Settlement {
+        Settlement::Returned {
+            retry_count: self.task.budget.retry_count,
+            delay: Duration::ZERO,
+            error,
+            reason: Some(Reason::Invalid),
         }
     }
 

@@ -151,8 +151,11 @@ impl Dispatcher {
                         Turn::Nothing => Look::WatchAfter(began),
                     };
                 }
-                Err(TurnError::Broker { fault, alone }) => {
-                    if let Some(why) = self.survive(session, fault, alone).await {
+                Err(TurnError::Broker {
+                    fault,
+                    one_of_several,
+                }) => {
+                    if let Some(why) = self.survive(session, fault, one_of_several).await {
                         return Some(why);
                     }
                 }
@@ -173,16 +176,21 @@ impl Dispatcher {
 
     /// Goes on after a fault of the broker on the same connection, if that is possible;
     /// else says why it is not. A message that was published alone has been judged
-    /// already; after a larger batch, the next turns take one row each to find it.
-    async fn survive(&self, session: &mut Session, fault: Fault, alone: bool) -> Option<String> {
+    /// already; one of several has to be found, so the next turns take one row each.
+    async fn survive(
+        &self,
+        session: &mut Session,
+        fault: Fault,
+        one_of_several: bool,
+    ) -> Option<String> {
         let over_content = matches!(fault, Fault::Channel(_) | Fault::Internal(_));
-        if over_content && !alone {
+        if over_content && one_of_several {
             session.memory.careful = self.batch;
         }
         let Fault::Channel(why) = fault else {
             return Some(fault.to_string());
         };
-        warn!(error = why, alone, "one message closed the channel");
+        warn!(error = why, "one of several messages closed the channel");
         let reopened = session.publisher.reopen().await;
         reopened.err().map(|e| chain(&e))
     }

@@ -4,17 +4,14 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::{
-    Dispatcher, Session,
-    judge::{Blame, judge},
-};
+use super::{Dispatcher, Session, judge::judge};
 use crate::{
-    broker::Fault,
+    broker::{Fault, Outcome},
     domain::{policy::Policy, review::Reason, settlement::Settlement, task::Task},
     observe::audit,
     plant::Bug,
     store::{StoreError, dispatch::Claim},
-    wire::{self, Outgoing},
+    wire::{self, Envelope, LeftOut, Outgoing},
 };
 
 /// What one turn found.
@@ -36,8 +33,8 @@ pub(super) enum TurnError {
     #[error("{fault}")]
     Broker {
         fault: Fault,
-        /// Whether one message only was published, so that it has been judged.
-        alone: bool,
+        /// Whether one of several messages may be at fault, so that it has to be found.
+        one_of_several: bool,
     },
     /// The store failed.
     #[error(transparent)]
@@ -50,6 +47,8 @@ pub(super) struct Bound<'b> {
     pub policy: &'b Policy,
     /// Why it goes to review; none when it goes back to its queue.
     pub review: Option<Reason>,
+    /// What the envelope for review does not say.
+    pub left_out: LeftOut,
     /// How it ends; none leaves it as it was, for another turn.
     pub end: Option<Settlement>,
 }
@@ -70,9 +69,9 @@ impl Dispatcher {
 
         let (mut bound, outgoing) = self.address(tasks);
         let (outcomes, fault) = session.publisher.publish(&outgoing).await;
-        let alone = outgoing.len() == 1;
         drop(outgoing);
-        let review_is_missing = judge(&mut bound, &outcomes, &Blame::of(&fault, alone));
+        let review_is_missing = judge(&mut bound, &outcomes);
+        let one_of_several = outcomes.contains(&Outcome::Unknown);
         settle(claim, &bound).await?;
         self.tell(&bound, started.elapsed());
 
@@ -80,10 +79,16 @@ impl Dispatcher {
             && let Err(e) = session.publisher.ensure_queue(&self.review_queue).await
         {
             let fault = Fault::Connection(e.to_string());
-            return Err(TurnError::Broker { fault, alone });
+            return Err(TurnError::Broker {
+                fault,
+                one_of_several,
+            });
         }
         match fault {
-            Some(fault) => Err(TurnError::Broker { fault, alone }),
+            Some(fault) => Err(TurnError::Broker {
+                fault,
+                one_of_several,
+            }),
             None if full => Ok(Turn::Full),
             None => Ok(Turn::Short(next)),
         }
@@ -111,16 +116,19 @@ impl Dispatcher {
             let review = task
                 .review_reason()
                 .filter(|reason| budget_counts || *reason != Reason::Exhausted);
+            let mut left_out = LeftOut::Nothing;
             let message = match review {
-                Some(reason) => {
-                    wire::review(&mut task, reason, &self.review_queue, self.review_format)
-                }
+                Some(reason) => self.envelope(&mut task, reason).map(|envelope| {
+                    left_out = envelope.left_out;
+                    envelope.message
+                }),
                 None => wire::republish(&mut task, &self.service),
             };
             let mut going = Bound {
                 policy: self.book.named(task.policy.as_deref()),
                 task,
                 review,
+                left_out,
                 end: None,
             };
             match message {
@@ -135,10 +143,17 @@ impl Dispatcher {
         (bound, outgoing)
     }
 
+    fn envelope(&self, task: &mut Task, reason: Reason) -> Result<Envelope, String> {
+        let too_large = self.broker.refused_size();
+        let (queue, format) = (&self.review_queue, self.review_format);
+        wire::review(task, reason, queue, format, too_large)
+    }
+
     /// Metrics and logs, once the batch is durable.
     fn tell(&self, bound: &[Bound<'_>], took: Duration) {
         self.metrics.dispatch_seconds.observe(took.as_secs_f64());
-        for Bound { task, end, .. } in bound {
+        for bound in bound {
+            let Bound { task, end, .. } = bound;
             let Some(end) = end else { continue };
             match end {
                 Settlement::SentBack { .. } => {
@@ -147,7 +162,7 @@ impl Dispatcher {
                 }
                 Settlement::Reviewed(reason) => {
                     self.metrics.reviewed(&task.queue, *reason);
-                    audit::reviewed(task, *reason);
+                    audit::reviewed(task, *reason, bound.left_out);
                 }
                 Settlement::Returned { delay, error, .. } => {
                     self.metrics.returned(&task.queue);

@@ -3,6 +3,7 @@
 //! | reason | decided by |
 //! |---|---|
 //! | `invalid` | [`crate::wire::decode`], or intake when Postgres refuses to store the message |
+//! | `undelivered` | [`crate::wire::decode`], for a dead letter that is no consumer's failure, as its policy says |
 //! | `conflict`, `late` | [`super::arrival`], when an arrival's id or key is taken |
 //! | `looping` | intake, by [`super::loops`], when a failure is stored under a new id |
 //! | all others | [`Evidence::reason`], when a failure arrives, when its task is claimed, and when its message could not be sent |
@@ -33,6 +34,9 @@ pub enum Reason {
     /// The same body came to the same queue under new ids, more often than its retries
     /// allow.
     Looping,
+    /// The broker took the message out of its queue before a consumer was done with it: it
+    /// expired there, or was pushed out.
+    Undelivered,
 }
 
 text_form!(Reason {
@@ -45,6 +49,7 @@ text_form!(Reason {
     Conflict => "conflict",
     Late => "late",
     Looping => "looping",
+    Undelivered => "undelivered",
 });
 
 impl Reason {

@@ -16,7 +16,8 @@ pub enum Settlement {
     Reviewed(Reason),
     /// The message could not be sent back, because its queue does not exist, the broker
     /// closed the channel over its content, or it could not be made: an attempt is
-    /// spent, and the task waits again.
+    /// spent, and the task waits again. Or it may not be sent there at all: then it goes
+    /// to review.
     Returned {
         /// The count after this attempt.
         retry_count: i32,

@@ -11,10 +11,13 @@ use tracing::{info, warn};
 use uuid::Uuid;
 
 use super::telemetry::one_line;
-use crate::domain::{
-    event::{EventKind, KeyAction},
-    review::Reason,
-    task::{NewTask, Task},
+use crate::{
+    domain::{
+        event::{EventKind, KeyAction},
+        review::Reason,
+        task::{NewTask, Task},
+    },
+    wire::LeftOut,
 };
 
 /// Writes a line with what every event has, and `$fields` of its own.
@@ -105,8 +108,14 @@ pub fn sent_back(task: &Task) {
 }
 
 /// A message was given to people.
-pub fn reviewed(task: &Task, reason: Reason) {
+pub fn reviewed(task: &Task, reason: Reason, left_out: LeftOut) {
+    let left_out = match left_out {
+        LeftOut::Nothing => None,
+        LeftOut::Payload => Some("payload"),
+        LeftOut::PayloadAndProperties => Some("payload, properties"),
+    };
     event!(warn, Reviewed, task, policy: task.policy, "given to review",
+        left_out,
         reason = reason.as_str(),
         total_attempts = task.budget.executions(),
         max_attempts = task.budget.max_executions(),

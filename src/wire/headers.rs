@@ -132,6 +132,63 @@ fn value_size(value: &HeaderValue) -> usize {
     }
 }
 
+/// The bytes of the frame that carries these properties: all of them go in one.
+pub fn header_frame_size(properties: &BasicProperties) -> usize {
+    // The frame's own 8, class, weight and body size, and the flags.
+    const FRAME: usize = 8 + 2 + 2 + 8 + 2;
+    let texts = [
+        properties.content_type(),
+        properties.content_encoding(),
+        properties.correlation_id(),
+        properties.reply_to(),
+        properties.expiration(),
+        properties.message_id(),
+        properties.kind(),
+        properties.user_id(),
+        properties.app_id(),
+        properties.cluster_id(),
+    ];
+    let texts = texts
+        .into_iter()
+        .flatten()
+        .map(|text| 1 + text.as_str().len());
+    let delivery_mode = properties.delivery_mode().map_or(0, |_| 1);
+    let priority = properties.priority().map_or(0, |_| 1);
+    let timestamp = properties.timestamp().map_or(0, |_| 8);
+    let headers = properties.headers().as_ref();
+    FRAME
+        + texts.sum::<usize>()
+        + delivery_mode
+        + priority
+        + timestamp
+        + headers.map_or(0, |table| 4 + amqp_table_size(table))
+}
+
+fn amqp_table_size(table: &FieldTable) -> usize {
+    let fields = table.inner().iter();
+    fields
+        .map(|(name, value)| 1 + name.as_str().len() + amqp_value_size(value))
+        .sum()
+}
+
+fn amqp_value_size(value: &AMQPValue) -> usize {
+    1 + match value {
+        AMQPValue::Void => 0,
+        AMQPValue::Boolean(_) | AMQPValue::ShortShortInt(_) | AMQPValue::ShortShortUInt(_) => 1,
+        AMQPValue::ShortInt(_) | AMQPValue::ShortUInt(_) => 2,
+        AMQPValue::LongInt(_) | AMQPValue::LongUInt(_) | AMQPValue::Float(_) => 4,
+        AMQPValue::DecimalValue(_) => 5,
+        AMQPValue::LongLongInt(_) | AMQPValue::Double(_) | AMQPValue::Timestamp(_) => 8,
+        AMQPValue::ShortString(text) => 1 + text.as_str().len(),
+        AMQPValue::LongString(text) => 4 + text.as_bytes().len(),
+        AMQPValue::ByteArray(bytes) => 4 + bytes.len(),
+        AMQPValue::FieldArray(list) => {
+            4 + list.as_slice().iter().map(amqp_value_size).sum::<usize>()
+        }
+        AMQPValue::FieldTable(table) => 4 + amqp_table_size(table),
+    }
+}
+
 type Fields = std::collections::BTreeMap<String, HeaderValue>;
 
 fn table_to_amqp(

@@ -11,9 +11,10 @@ mod request;
 mod review;
 
 pub use decode::{Arrived, Rules, Source, decode, decode_message};
+pub use headers::header_frame_size;
 pub use republish::{Outgoing, republish, retry_id, with_bcc};
 pub use request::request;
-pub use review::{ReviewFormat, review};
+pub use review::{Envelope, LeftOut, ReviewFormat, review};
 
 /// Generated from `proto/retry.proto`.
 #[allow(missing_docs)]

@@ -5,10 +5,11 @@ use lapin::{
     types::{AMQPValue, FieldTable, ShortString},
 };
 use prost::Message;
+use sha2::{Digest, Sha256};
 
 use super::{
-    Outgoing,
-    proto::{Properties, ReviewMessage},
+    Outgoing, cut,
+    proto::{self, Properties, ReviewMessage},
     republish::persistent,
 };
 use crate::domain::{review::Reason, task::Task};
@@ -17,6 +18,9 @@ use crate::domain::{review::Reason, task::Task};
 /// RabbitMQ 4 refuses messages of over 16 MiB by default: a larger payload is put
 /// into protobuf, and the content type says so.
 const MAX_JSON_PAYLOAD_BYTES: usize = 8 << 20;
+
+/// The most bytes of error text in an envelope that has to be small.
+const MAX_CUT_ERROR_BYTES: usize = 1024;
 
 /// How envelopes are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,22 +31,44 @@ pub enum ReviewFormat {
     Protobuf,
 }
 
-/// The whole message with everything known about it, for the review queue. The
-/// task's payload moves into it.
+/// What an envelope leaves out, because the broker would not take it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LeftOut {
+    /// Nothing.
+    Nothing,
+    /// The payload.
+    Payload,
+    /// All that may be large: payload, properties, and most of the error text.
+    PayloadAndProperties,
+}
+
+/// An envelope for the review queue.
+#[derive(Debug)]
+pub struct Envelope {
+    /// The message to publish.
+    pub message: Outgoing,
+    /// What it does not say.
+    pub left_out: LeftOut,
+}
+
+/// The message with everything known about it, for the review queue. The task's payload
+/// moves into it. It is the whole message, unless that would have `too_large` bytes or
+/// more: then it says where the rest is.
 pub fn review(
     task: &mut Task,
     reason: Reason,
     queue: &str,
-    format: ReviewFormat,
-) -> Result<Outgoing, String> {
+    wanted: ReviewFormat,
+    too_large: usize,
+) -> Result<Envelope, String> {
     let queue = ShortString::try_new(queue).map_err(|e| e.to_string())?;
-    let format = if task.payload.len() > MAX_JSON_PAYLOAD_BYTES {
+    let mut format = if task.payload.len() > MAX_JSON_PAYLOAD_BYTES {
         ReviewFormat::Protobuf
     } else {
-        format
+        wanted
     };
     let text = |s: &Option<String>| s.clone().unwrap_or_default();
-    let envelope = ReviewMessage {
+    let mut envelope = ReviewMessage {
         message_id: task.message_id.to_string(),
         producer_id: text(&task.producer_id),
         reason: reason.to_string(),
@@ -66,20 +92,47 @@ pub fn review(
         // Stored properties that cannot be read must not keep the message from people.
         properties: Properties::decode(task.properties.as_slice()).ok(),
         original_payload: std::mem::take(&mut task.payload),
+        left_out: None,
     };
-    let (content_type, body) = match format {
-        ReviewFormat::Json => (
-            "application/json",
-            serde_json::to_vec(&envelope).map_err(|e| e.to_string())?,
-        ),
-        ReviewFormat::Protobuf => ("application/x-protobuf", envelope.encode_to_vec()),
+    let mut left_out = LeftOut::Nothing;
+    let mut body = encode(&envelope, format)?;
+    if body.len() >= too_large && format == ReviewFormat::Json {
+        format = ReviewFormat::Protobuf;
+        body = encode(&envelope, format)?;
+    }
+    if body.len() >= too_large {
+        left_out = LeftOut::Payload;
+        format = wanted;
+        let payload = std::mem::take(&mut envelope.original_payload);
+        envelope.left_out = Some(proto::LeftOut {
+            payload_bytes: payload.len() as u64,
+            payload_sha256: format!("{:x}", Sha256::digest(&payload)),
+            table: "retry_queue".into(),
+            column: "original_payload".into(),
+            id: task.id,
+            properties: false,
+        });
+        body = encode(&envelope, format)?;
+    }
+    if let Some(left) = &mut envelope.left_out
+        && body.len() >= too_large
+    {
+        left_out = LeftOut::PayloadAndProperties;
+        left.properties = true;
+        envelope.properties = None;
+        envelope.error = cut(&envelope.error, MAX_CUT_ERROR_BYTES).to_owned();
+        body = encode(&envelope, format)?;
+    }
+    let content_type = match format {
+        ReviewFormat::Json => "application/json",
+        ReviewFormat::Protobuf => "application/x-protobuf",
     };
     let mut headers = FieldTable::default();
     headers.insert(
         "x-review-reason".into(),
         AMQPValue::LongString(reason.as_str().into()),
     );
-    Ok(Outgoing {
+    let message = Outgoing {
         message_id: task.message_id,
         queue,
         routing_key: None,
@@ -91,7 +144,15 @@ pub fn review(
                 .with_headers(headers),
         ),
         body,
-    })
+    };
+    Ok(Envelope { message, left_out })
+}
+
+fn encode(envelope: &ReviewMessage, format: ReviewFormat) -> Result<Vec<u8>, String> {
+    match format {
+        ReviewFormat::Json => serde_json::to_vec(envelope).map_err(|e| e.to_string()),
+        ReviewFormat::Protobuf => Ok(envelope.encode_to_vec()),
+    }
 }
 
 #[cfg(test)]
@@ -127,9 +188,16 @@ mod tests {
     }
 
     fn envelope(payload: Vec<u8>, format: ReviewFormat) -> (String, Outgoing) {
-        let out = review(&mut task(payload), Reason::Exhausted, "review", format).unwrap();
-        let content_type = out.properties.content_type().clone().unwrap();
-        (content_type.to_string(), out)
+        let (content_type, envelope) = limited(task(payload), format, usize::MAX);
+        assert_eq!(envelope.left_out, LeftOut::Nothing);
+        (content_type, envelope.message)
+    }
+
+    fn limited(mut task: Task, format: ReviewFormat, too_large: usize) -> (String, Envelope) {
+        let made = review(&mut task, Reason::Exhausted, "review", format, too_large);
+        let envelope = made.unwrap();
+        let content_type = envelope.message.properties.content_type().clone();
+        (content_type.unwrap().to_string(), envelope)
     }
 
     #[test]
@@ -157,5 +225,54 @@ mod tests {
         let (content_type, out) = envelope(vec![7; size], ReviewFormat::Json);
         assert_eq!(content_type, "application/x-protobuf");
         assert!(out.body.len() < size + 1000);
+    }
+
+    #[test]
+    fn an_envelope_that_is_too_large_says_where_the_rest_is() {
+        let payload = vec![7; 100_000];
+        // In protobuf it may just fit, with the body.
+        let (content_type, out) = limited(task(payload.clone()), ReviewFormat::Json, 110_000);
+        assert_eq!(content_type, "application/x-protobuf");
+        assert_eq!(out.left_out, LeftOut::Nothing);
+
+        let mut heavy = task(payload.clone());
+        heavy.properties = Properties {
+            app_id: "a".repeat(10_000),
+            ..Properties::default()
+        }
+        .encode_to_vec();
+        heavy.error = Some("é".repeat(10_000));
+        let digest = format!("{:x}", Sha256::digest(&payload));
+        for format in [ReviewFormat::Json, ReviewFormat::Protobuf] {
+            for (too_large, expected) in [
+                (100_000, LeftOut::Payload),
+                (20_000, LeftOut::PayloadAndProperties),
+                (0, LeftOut::PayloadAndProperties),
+            ] {
+                let (_, out) = limited(heavy.clone(), format, too_large);
+                assert_eq!(out.left_out, expected);
+                let body = out.message.body;
+                let said = match format {
+                    ReviewFormat::Json => serde_json::from_slice(&body).unwrap(),
+                    ReviewFormat::Protobuf => ReviewMessage::decode(body.as_slice()).unwrap(),
+                };
+                assert_eq!(said.original_payload, b"");
+                let bare = expected == LeftOut::PayloadAndProperties;
+                assert_eq!(said.properties.is_none(), bare);
+                assert_eq!(said.error.len() <= MAX_CUT_ERROR_BYTES, bare);
+                let left_out = said.left_out.unwrap();
+                assert_eq!(left_out.payload_bytes, 100_000);
+                assert_eq!(left_out.payload_sha256, digest);
+                assert_eq!(left_out.properties, bare);
+                assert_eq!(
+                    (
+                        left_out.table.as_str(),
+                        left_out.column.as_str(),
+                        left_out.id
+                    ),
+                    ("retry_queue", "original_payload", 1)
+                );
+            }
+        }
     }
 }

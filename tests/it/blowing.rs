@@ -3,8 +3,11 @@
 
 use std::collections::{BTreeMap, HashSet};
 
+use devstack::Stack;
+use futures::StreamExt;
 use lapin::{
     BasicProperties,
+    options::BasicRejectOptions,
     types::{AMQPValue, FieldTable},
 };
 use prost::Message;
@@ -13,13 +16,14 @@ use retry_scheduler::{
     domain::settlement::Settlement,
     store::Store,
     wire::{
-        Outgoing,
-        proto::{HeaderValue, Properties, RetryMessage, header_value::Kind},
+        Outgoing, header_frame_size,
+        proto::{HeaderValue, Properties, RetryMessage, ReviewMessage, header_value::Kind},
     },
 };
+use sha2::{Digest, Sha256};
 use uuid::Uuid;
 
-use crate::support::{Bed, breakable, disturb, eventually, message};
+use crate::support::{Bed, PATIENCE, breakable, dead_letters_to, disturb, eventually, message};
 
 const RETRIED: &str = "SELECT count(*) FROM retry_queue WHERE status = 'retried'";
 const FAILED: &str = "SELECT count(*) FROM retry_queue WHERE status = 'failed'";
@@ -46,7 +50,7 @@ async fn a_message_that_the_broker_fails_over_is_suspect_and_no_outage() {
         body: Vec::new(),
     };
     let (outcomes, fault) = publisher.publish(&[message]).await;
-    assert_eq!(outcomes, [Outcome::Unknown]);
+    assert_eq!(outcomes, [Outcome::Unconfirmed]);
     assert!(matches!(fault, Some(Fault::Internal(_))), "{fault:?}");
 }
 
@@ -175,8 +179,7 @@ async fn harms_only_itself(properties: &[u8]) {
     let mut inbox = bed.client.consume(&queue).await;
     while !ids.is_empty() {
         let back = inbox.next().await;
-        assert_ne!(back.body, b"poison");
-        ids.remove(&back.id());
+        assert!(ids.remove(&back.id()), "the poison, or one of them twice");
     }
     eventually("the poison is in review", || async {
         (bed.client.depth(&bed.review()).await == Some(1)).then_some(())
@@ -206,66 +209,195 @@ async fn a_row_whose_headers_fit_no_frame_harms_only_itself() {
     harms_only_itself(&properties.encode_to_vec()).await;
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn a_message_the_broker_closes_the_channel_over_spends_only_its_own_attempts() {
-    let stack = breakable().await;
-    let mut bed = Bed::on(&stack).await;
-    bed.set("BASE_DELAY_MS", "50").set("DISPATCH_WORKERS", "1");
-    let queue = bed.declare("size").await;
-    bed.migrate().await;
-    // RabbitMQ 4 reads the setting only when it starts, and keeps it as a persistent term.
-    let limit = |bytes: usize| {
+/// A limit on the size of messages, which the broker forgets when this is dropped.
+struct SizeLimit<'s>(&'s Stack);
+
+impl<'s> SizeLimit<'s> {
+    fn new(stack: &'s Stack, bytes: usize) -> Self {
+        Self::set(stack, bytes);
+        Self(stack)
+    }
+
+    /// RabbitMQ 4 reads the setting only when it starts, and keeps it as a persistent term.
+    fn set(stack: &Stack, bytes: usize) {
         let set = format!(
             "application:set_env(rabbit, max_message_size, {bytes}),
              persistent_term:put(max_message_size, {bytes})."
         );
         disturb(|| stack.rabbitmq.ctl(&["eval", &set]));
-    };
-    let usual = 32 << 20;
-    limit(50_000);
-    let large = bed.insert_one(&queue, &vec![b'x'; 60_000]).await;
+    }
+}
+
+impl Drop for SizeLimit<'_> {
+    fn drop(&mut self) {
+        Self::set(self.0, 32 << 20);
+    }
+}
+
+/// Asserts that an envelope leaves its body out and says truly where it is.
+async fn assert_left_out(bed: &Bed, envelope: &ReviewMessage, payload: &[u8]) {
+    assert_eq!(envelope.original_payload, b"");
+    let left_out = envelope
+        .left_out
+        .as_ref()
+        .expect("it says what is left out");
+    assert_eq!(left_out.payload_bytes, payload.len() as u64);
+    assert_eq!(
+        left_out.payload_sha256,
+        format!("{:x}", Sha256::digest(payload))
+    );
+    assert_eq!(left_out.table, "retry_queue");
+    assert_eq!(left_out.column, "original_payload");
+    let (stored, status, reason): (Vec<u8>, String, String) =
+        sqlx::query_as("SELECT original_payload, status, reason FROM retry_queue WHERE id = $1")
+            .bind(left_out.id)
+            .fetch_one(&bed.db)
+            .await
+            .expect("the row");
+    assert!(stored == payload, "it is where the envelope says");
+    assert_eq!((status, reason), ("failed".into(), envelope.reason.clone()));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_message_that_is_too_large_harms_no_neighbour_and_ends_in_review_without_its_body() {
+    let stack = breakable().await;
+    let mut bed = Bed::on(&stack).await;
+    bed.set("BASE_DELAY_MS", "50").set("DISPATCH_WORKERS", "1");
+    let queue = bed.declare("size").await;
+    bed.migrate().await;
+    let _limit = SizeLimit::new(&stack, 50_000);
+    let payload = vec![b'x'; 60_000];
     let mut ids = HashSet::new();
-    for n in 0..20 {
+    for n in 0..40 {
+        if n == 20 {
+            bed.insert_one(&queue, &payload).await;
+        }
         let id = bed.insert_one(&queue, format!("{n}").as_bytes()).await;
         ids.insert(id.to_string());
     }
-    let service = bed.start_unready().await;
-    let mut inbox = bed.client.consume(&queue).await;
-    while !ids.is_empty() {
-        let back = inbox.next().await;
-        assert_ne!(back.id(), large.to_string());
-        ids.remove(&back.id());
-    }
-    bed.until_count(RETRIED, 20).await;
-    // The large message spends its own attempts. Its review envelope is too large for the
-    // broker as well, so the task waits, and its events say `deferred`.
-    eventually("the large one is bound for review and deferred", || async {
-        let deferred = "SELECT count(*) FROM retry_queue q JOIN retry_events e ON e.task_id = q.id
-                        WHERE e.event_type = 'deferred' AND q.status = 'pending'
-                          AND q.reason = 'unroutable' AND q.retry_count = 3";
-        (bed.count(deferred).await > 0).then_some(())
-    })
-    .await;
+    let service = bed.start().await;
+    // The large message spends its own attempts. Its review envelope would be too large for
+    // the broker as well.
+    bed.until_count(FAILED, 1).await;
+    bed.until_count(RETRIED, 40).await;
     assert_eq!(
         bed.count("SELECT count(*) FROM retry_events WHERE event_type = 'returned'")
             .await,
         3
     );
-    assert!(service.scrape().await.get("retries_deferred_total") >= 1.0);
-    // Meanwhile the large message does not hold up others.
-    let fresh = message(&queue, "fresh");
-    bed.client.send(&bed.intake(), &fresh).await;
-    while inbox.next().await.id() != fresh.message_id {}
-
-    limit(usual);
-    eventually("the large one is in review", || async {
-        (bed.client.depth(&bed.review()).await == Some(1)).then_some(())
-    })
-    .await;
+    assert_eq!(
+        bed.count("SELECT count(*) FROM retry_events WHERE event_type = 'deferred'")
+            .await,
+        0
+    );
+    assert_eq!(bed.client.depth(&queue).await, Some(40), "each came once");
+    let mut inbox = bed.client.consume(&queue).await;
+    for back in inbox.take(40).await {
+        assert!(ids.remove(&back.id()), "another one");
+    }
+    assert_eq!(bed.client.depth(&bed.review()).await, Some(1));
     let mut review = bed.client.consume(&bed.review()).await;
     let envelope = review.next().await.review();
-    assert_eq!(envelope.original_payload.len(), 60_000);
+    assert_eq!(envelope.reason, "unroutable");
+    assert!(
+        envelope.error.contains("message size"),
+        "{}",
+        envelope.error
+    );
+    assert_left_out(&bed, &envelope, &payload).await;
+    assert!(service.ready().await.0);
+    let lost = "retry_reconnects_total{part=\"dispatch\"}";
+    assert_eq!(service.scrape().await.get(lost), 0.0);
     service.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_spent_dead_letter_near_the_brokers_limit_ends_in_review_once_without_its_body() {
+    let stack = breakable().await;
+    let mut bed = Bed::on(&stack).await;
+    let dead_letters = bed.declare("dead-letters").await;
+    bed.set("BASE_DELAY_MS", "50")
+        .set("DEFAULT_MAX_RETRIES", "1")
+        .set("DEAD_LETTER_QUEUE", &dead_letters);
+    let queue = bed.queue("work");
+    bed.client
+        .declare_with(&queue, dead_letters_to(&dead_letters))
+        .await;
+    let neighbours = bed.declare("neighbours").await;
+    // RabbitMQ 4 takes as much by default.
+    const LIMIT: usize = 16 << 20;
+    let _limit = SizeLimit::new(&stack, LIMIT);
+    let service = bed.start().await;
+    let payload = vec![b'x'; LIMIT - 64];
+    let properties = BasicProperties::default().with_message_id("large".into());
+    bed.client.publish(&queue, &payload, properties).await;
+    let channel = bed.client.channel().await;
+    let mut consumer = testkit::amqp::subscribe(&channel, &queue).await.unwrap();
+    for _ in 0..2 {
+        let delivery = tokio::time::timeout(PATIENCE, consumer.next()).await;
+        let delivery = delivery.expect("it comes").unwrap().unwrap();
+        assert_eq!(delivery.data.len(), payload.len());
+        let small: Vec<RetryMessage> = (0..50).map(|_| message(&neighbours, "small")).collect();
+        bed.client.send_all(&bed.intake(), &small).await;
+        let no = BasicRejectOptions { requeue: false };
+        delivery.reject(no).await.unwrap();
+    }
+    bed.until_count(FAILED, 1).await;
+    bed.until_count(RETRIED, 100).await;
+    assert_eq!(bed.client.depth(&neighbours).await, Some(100));
+    assert_eq!(bed.client.depth(&bed.review()).await, Some(1));
+    let mut review = bed.client.consume(&bed.review()).await;
+    let envelope = review.next().await.review();
+    assert_eq!(envelope.reason, "exhausted");
+    assert_eq!(envelope.retry_count, 1);
+    assert_eq!(envelope.properties.as_ref().unwrap().message_id, "large");
+    assert_left_out(&bed, &envelope, &payload).await;
+    assert_eq!(
+        bed.count("SELECT count(*) FROM retry_events WHERE event_type = 'deferred'")
+            .await,
+        0
+    );
+    assert!(service.ready().await.0);
+    service.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn properties_that_fit_no_frame_are_not_sent_and_those_that_just_fit_are() {
+    let bed = Bed::new().await;
+    let queue = bed.declare("target").await;
+    let broker = Broker::new(&bed.settings()).expect("a broker");
+    let mut publisher = broker.publisher(&bed.review()).await.expect("connected");
+    const FRAME: usize = 131_072;
+    let with = |text: usize| {
+        let mut headers = FieldTable::default();
+        headers.insert(
+            "text".into(),
+            AMQPValue::LongString("h".repeat(text).into()),
+        );
+        headers.insert("number".into(), AMQPValue::LongInt(7));
+        BasicProperties::default()
+            .with_message_id(Uuid::now_v7().to_string().into())
+            .with_timestamp(1)
+            .with_priority(2)
+            .with_headers(headers)
+    };
+    let others = header_frame_size(&with(0));
+    let outgoing = |properties: BasicProperties| Outgoing {
+        message_id: Uuid::now_v7(),
+        queue: queue.as_str().into(),
+        routing_key: None,
+        properties,
+        body: b"x".to_vec(),
+    };
+    let fits = with(FRAME - others);
+    assert_eq!(header_frame_size(&fits), FRAME);
+    let batch = [fits, with(FRAME - others + 1), with(1)].map(outgoing);
+    let (outcomes, fault) = publisher.publish(&batch).await;
+    assert!(fault.is_none(), "{fault:?}");
+    assert_eq!(outcomes[0], Outcome::Confirmed);
+    assert!(matches!(outcomes[1], Outcome::Unacceptable(_)));
+    assert_eq!(outcomes[2], Outcome::Confirmed);
+    assert_eq!(bed.client.depth(&queue).await, Some(2));
 }
 
 #[tokio::test(flavor = "multi_thread")]

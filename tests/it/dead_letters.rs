@@ -10,7 +10,7 @@ use lapin::{
 };
 use retry_scheduler::wire::proto::{Properties, RetryMessage};
 
-use crate::support::{Bed, Process, disturb, eventually, message};
+use crate::support::{Bed, Process, dead_letters_to, disturb, eventually, message};
 
 async fn rejected_three_times_then_review(queue_type: &str) {
     let mut bed = Bed::new().await;
@@ -386,5 +386,181 @@ async fn without_the_right_to_publish_to_our_exchange_messages_go_back_by_name()
     assert_eq!(inbox.next().await.id(), sent.message_id);
     let (_, health) = service.get("/health").await;
     assert!(health.contains("may not bind queues"), "{health}");
+    service.stop().await;
+}
+
+/// Declares a queue whose dead letters go to the bed's dead-letter queue.
+async fn dying(bed: &Bed, name: &str, arguments: &[(&str, AMQPValue)]) -> String {
+    let queue = bed.queue(name);
+    let mut all = dead_letters_to(bed.setting("DEAD_LETTER_QUEUE"));
+    for (name, value) in arguments {
+        all.insert((*name).into(), value.clone());
+    }
+    bed.client.declare_with(&queue, all).await;
+    queue
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_expired_in_its_queue_goes_to_review_and_what_was_pushed_out_comes_back() {
+    let mut bed = bed_with_dead_letters().await;
+    // Two messages may push each other out many times before somebody consumes them.
+    bed.set("DEFAULT_MAX_RETRIES", "100");
+    let service = bed.start().await;
+    let mut review = bed.client.consume(&bed.review()).await;
+    for (name, kind) in [("short", "classic"), ("short-quorum", "quorum")] {
+        let arguments = [
+            ("x-queue-type", AMQPValue::LongString(kind.into())),
+            ("x-message-ttl", AMQPValue::LongInt(10)),
+        ];
+        let short = dying(&bed, name, &arguments).await;
+        let plain = BasicProperties::default();
+        bed.client.publish(&short, b"stale", plain).await;
+        let envelope = review.next().await.review();
+        assert_eq!(envelope.reason, "undelivered");
+        let said = format!("expired in queue {short} after waiting");
+        assert_eq!(envelope.error, said);
+        assert_eq!(envelope.original_payload, b"stale");
+        assert_eq!(envelope.retry_count, 0);
+    }
+
+    let small = dying(&bed, "small", &[("x-max-length", AMQPValue::LongInt(1))]).await;
+    for body in [b"one", b"two"] {
+        let plain = BasicProperties::default();
+        bed.client.publish(&small, body, plain).await;
+    }
+    eventually("one was pushed out", || async {
+        let pushed_out = "SELECT count(*) FROM retry_queue WHERE error_reason LIKE 'pushed out%'";
+        (bed.count(pushed_out).await > 0).then_some(())
+    })
+    .await;
+    let mut inbox = bed.client.consume(&small).await;
+    let mut bodies = std::collections::HashSet::new();
+    while bodies.len() < 2 {
+        bodies.insert(inbox.next().await.body);
+    }
+    bed.until_count(
+        "SELECT count(*) FROM retry_queue WHERE status = 'failed'",
+        2,
+    )
+    .await;
+    service.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_policy_may_retry_what_expired_and_send_what_was_pushed_out_to_review() {
+    let mut bed = bed_with_dead_letters().await;
+    let policies = "[policy.mine]\nqueues = [\"*\"]\nexpired = \"retry\"\nmaxlen = \"review\"";
+    let file = std::env::temp_dir().join(bed.queue("policies.toml"));
+    std::fs::write(&file, policies).expect("policies are written");
+    bed.set("POLICIES_FILE", file.to_str().expect("a path"))
+        .set("DEFAULT_MAX_RETRIES", "100");
+    let service = bed.start().await;
+    std::fs::remove_file(file).expect("they are read once");
+    let short = dying(&bed, "short", &[("x-message-ttl", AMQPValue::LongInt(500))]).await;
+    let plain = BasicProperties::default();
+    bed.client.publish(&short, b"stale", plain.clone()).await;
+    bed.until_count("SELECT count(*) FROM retry_queue", 1).await;
+    let mut inbox = bed.client.consume(&short).await;
+    let back = inbox.next().await;
+    assert_eq!(back.body, b"stale");
+    let said = format!("expired in queue {short} after waiting");
+    assert_eq!(back.text("x-original-error"), Some(said));
+
+    let small = dying(&bed, "small", &[("x-max-length", AMQPValue::LongInt(1))]).await;
+    for body in [b"one", b"two"] {
+        bed.client.publish(&small, body, plain.clone()).await;
+    }
+    let mut review = bed.client.consume(&bed.review()).await;
+    let envelope = review.next().await.review();
+    assert_eq!(envelope.reason, "undelivered");
+    assert_eq!(envelope.original_payload, b"one");
+    let said = format!("pushed out of the full queue {small}");
+    assert_eq!(envelope.error, said);
+    service.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_message_that_was_delivered_too_often_is_a_failure_and_comes_back() {
+    let bed = bed_with_dead_letters().await;
+    let service = bed.start().await;
+    let arguments = [
+        ("x-queue-type", AMQPValue::LongString("quorum".into())),
+        ("x-delivery-limit", AMQPValue::LongInt(1)),
+    ];
+    let queue = dying(&bed, "limited", &arguments).await;
+    let plain = BasicProperties::default();
+    bed.client.publish(&queue, b"heavy", plain).await;
+    let channel = bed.client.channel().await;
+    let mut consumer = testkit::amqp::subscribe(&channel, &queue).await.unwrap();
+    let back = loop {
+        let delivery = tokio::time::timeout(crate::support::PATIENCE, consumer.next())
+            .await
+            .expect("it comes back")
+            .unwrap()
+            .unwrap();
+        let headers = delivery.properties.headers().clone().unwrap_or_default();
+        if let Some(error) = headers.inner().get("x-original-error") {
+            break error.as_long_string().expect("a text").to_string();
+        }
+        let again = BasicRejectOptions { requeue: true };
+        delivery.reject(again).await.unwrap();
+    };
+    assert_eq!(back, format!("dead-lettered from {queue}: delivery_limit"));
+    service.stop().await;
+}
+
+/// Dramatiq declares three queues for each of its own: `default`, from which it works;
+/// `default.DQ`, where messages wait for their time; and `default.XQ`, where both let their
+/// dead letters go and where they stay for a week.
+async fn dramatiq(bed: &Bed, name: &str) -> String {
+    let (queue, dead) = (bed.queue(name), bed.queue(&format!("{name}.XQ")));
+    let mut week = FieldTable::default();
+    week.insert("x-message-ttl".into(), AMQPValue::LongInt(604_800_000));
+    bed.client.declare_with(&dead, week).await;
+    for queue in [&queue, &format!("{queue}.DQ")] {
+        bed.client.declare_with(queue, dead_letters_to(&dead)).await;
+    }
+    queue
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_of_several_dead_letter_queues_has_a_consumer_that_is_shown_and_is_no_target() {
+    let mut bed = bed_with_dead_letters().await;
+    let names = ["default", "mail"];
+    let dead = names.map(|name| bed.queue(&format!("{name}.XQ")));
+    bed.set("DEAD_LETTER_QUEUE", &dead.join(", "));
+    let mut queues = Vec::new();
+    for name in names {
+        queues.push(dramatiq(&bed, name).await);
+    }
+    let service = bed.start().await;
+    let (_, health) = service.get("/health").await;
+    for dead in &dead {
+        let part = format!("dead-letter-consumer {dead}");
+        assert!(health.contains(&part), "{part} in {health}");
+    }
+    for queue in queues.iter().map(String::as_str) {
+        for queue in [queue, &format!("{queue}.DQ")] {
+            let properties = BasicProperties::default().with_message_id("job-1".into());
+            bed.client.publish(queue, b"{}", properties).await;
+            // Once, and three times back to the queue where it died.
+            reject(&bed, queue, 4).await;
+        }
+    }
+    let mut review = bed.client.consume(&bed.review()).await;
+    for received in review.take(4).await {
+        let envelope = received.review();
+        assert_eq!(envelope.reason, "exhausted");
+        assert_eq!(envelope.properties.unwrap().message_id, "job-1");
+    }
+    for dead in &dead {
+        assert_eq!(bed.client.depth(dead).await, Some(0));
+        bed.client
+            .send(&bed.intake(), &message(dead, "round"))
+            .await;
+        let envelope = review.next().await.review();
+        assert_eq!(envelope.reason, "invalid");
+        assert!(envelope.error.contains("own queues"), "{}", envelope.error);
+    }
     service.stop().await;
 }

@@ -36,6 +36,7 @@ mod lines;
 mod loops;
 mod losing;
 mod migrating;
+mod neighbours;
 mod newer;
 mod pipeline;
 mod places;

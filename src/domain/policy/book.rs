@@ -203,7 +203,8 @@ mod tests {
             "[policy.a]\nmax_attempts = 3\nmax_age = \"2h\"\ncategories = [\"X\", \"Y\"]\nqueues = [\"q.*\"]\n\
              [policy.b]\njitter = { factor = 0.1 }\nidentity = \"payload\"\n\
              [policy.c]\njitter = { plus_minus = \"30s\" }\nnon_retryable = [\"HTTP 4*\", \"gone\"]\n\
-             [policy.d]\njitter = \"full\"\nloops = \"review\"\nretryable = [\"timeout\"]\n[policy.e]\njitter = \"none\"",
+             [policy.d]\njitter = \"full\"\nloops = \"review\"\nretryable = [\"timeout\"]\n[policy.e]\njitter = \"none\"\n\
+             [policy.f]\nexpired = \"retry\"\nmaxlen = \"review\"\n[policy.g]\nexpired = \"review\"",
         );
         assert_eq!(
             book.describe(),
@@ -214,7 +215,9 @@ mod tests {
              non_retryable http 4* | gone\n\
              policy d: 3 retries, 2s growing 2x to 1m, or anything less, within 7days, loops review, \
              retryable timeout\n\
-             policy e: 3 retries, 2s growing 2x to 1m, within 7days\n"
+             policy e: 3 retries, 2s growing 2x to 1m, within 7days\n\
+             policy f: 3 retries, 2s growing 2x to 1m, plus up to 1s, within 7days, expired retry, maxlen review\n\
+             policy g: 3 retries, 2s growing 2x to 1m, plus up to 1s, within 7days\n"
         );
     }
 

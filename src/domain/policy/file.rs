@@ -6,7 +6,9 @@ use globset::{Glob, GlobSet, GlobSetBuilder};
 use serde::de::DeserializeOwned;
 use toml::{Table, Value};
 
-use super::{ErrorPattern, Identity, Jitter, Loops, MOST_RETRIES, Policy, PolicyError};
+use super::{
+    ErrorPattern, Identity, Jitter, Loops, MOST_RETRIES, Policy, PolicyError, WhenUndelivered,
+};
 
 /// The table that replaces the default.
 pub(super) const DEFAULT: &str = "default";
@@ -81,6 +83,8 @@ impl Chapter {
                 "non_retryable" => policy.non_retryable = entry.patterns()?,
                 "identity" => policy.identity = entry.identity()?,
                 "loops" => policy.loops = entry.loops()?,
+                "expired" => policy.expired = entry.when_undelivered()?,
+                "maxlen" => policy.maxlen = entry.when_undelivered()?,
                 "categories" => categories = entry.categories()?,
                 // The default takes what nothing else matches: a pattern of its own could only mislead.
                 "queues" if name == DEFAULT => {
@@ -178,6 +182,11 @@ impl Entry<'_> {
         }
     }
 
+    fn when_undelivered(&self) -> Result<WhenUndelivered, PolicyError> {
+        let word = self.value.as_str().and_then(|word| word.parse().ok());
+        word.ok_or_else(|| self.refuse("must be \"retry\" or \"review\""))
+    }
+
     fn patterns(&self) -> Result<Vec<ErrorPattern>, PolicyError> {
         let patterns: Vec<String> = self.read()?;
         let parsed = patterns.iter().map(|pattern| ErrorPattern::parse(pattern));
@@ -241,6 +250,8 @@ mod tests {
             non_retryable = ["http 4*"]
             identity = "payload"
             loops = "review"
+            expired = "retry"
+            maxlen = "review"
             categories = ["BILLING"]
             queues = ["billing.*"]
             "#,
@@ -259,6 +270,8 @@ mod tests {
             non_retryable: vec![ErrorPattern::parse("http 4*").unwrap()],
             identity: Identity::Payload,
             loops: Loops::Review,
+            expired: WhenUndelivered::Retry,
+            maxlen: WhenUndelivered::Review,
         };
         assert_eq!(**book.choose("BILLING", "any"), expected);
         assert_eq!(**book.choose("", "billing.invoices.v2"), expected);
@@ -292,6 +305,11 @@ mod tests {
     fn refusals_are_one_line_and_name_policy_and_key() {
         for (text, expected) in [
             ("max_retrys = 3", "max_retrys: unknown key"),
+            (
+                "expired = \"drop\"",
+                "expired: must be \"retry\" or \"review\"",
+            ),
+            ("maxlen = true", "maxlen: must be \"retry\" or \"review\""),
             ("max_retries = -1", "max_retries: must be 0 to 1000, not -1"),
             (
                 "max_retries = 1001",

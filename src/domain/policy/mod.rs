@@ -42,6 +42,11 @@ pub struct Policy {
     pub identity: Identity,
     /// What happens to a message that comes back under new ids.
     pub loops: Loops,
+    /// What becomes of a dead letter that expired in its queue: its time to live was over before a consumer had done
+    /// with it.
+    pub expired: WhenUndelivered,
+    /// What becomes of a dead letter that was pushed out of a full queue.
+    pub maxlen: WhenUndelivered,
 }
 
 /// How one random number changes the capped delay.
@@ -86,6 +91,20 @@ pub enum Loops {
     Review,
 }
 
+/// What becomes of a dead letter that is no consumer's failure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WhenUndelivered {
+    /// It is retried, as a failure is.
+    Retry,
+    /// It goes to review at once.
+    Review,
+}
+
+text_form!(WhenUndelivered {
+    Retry => "retry",
+    Review => "review",
+});
+
 /// Why a policy or a policy file is refused, in one line that names the policy and the key.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
@@ -108,6 +127,10 @@ impl Default for Policy {
             non_retryable: Vec::new(),
             identity: Identity::MessageId,
             loops: Loops::Warn,
+            // Who sets a time to live says that the message must not be worked on later.
+            expired: WhenUndelivered::Review,
+            // A full queue has room again after a while.
+            maxlen: WhenUndelivered::Retry,
         }
     }
 }
@@ -136,6 +159,14 @@ impl fmt::Display for Policy {
         }
         if self.loops == Loops::Review {
             write!(f, ", loops review")?;
+        }
+        for (what, then, default) in [
+            ("expired", self.expired, WhenUndelivered::Review),
+            ("maxlen", self.maxlen, WhenUndelivered::Retry),
+        ] {
+            if then != default {
+                write!(f, ", {what} {then}")?;
+            }
         }
         for (what, patterns) in [
             ("non_retryable", &self.non_retryable),

@@ -24,6 +24,18 @@ pub(super) struct DeadLetter {
     pub producer_id: Option<String>,
     /// Whether we have not seen the message before: it bears no header of ours.
     pub first_death: bool,
+    pub death: Death,
+}
+
+/// How a message died.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Death {
+    /// A consumer failed: it rejected the message, or lost it too often.
+    Failed,
+    /// Its time to live in the queue was over.
+    Expired,
+    /// The queue was full.
+    PushedOut,
 }
 
 /// Reads a dead letter.
@@ -60,10 +72,24 @@ pub(super) fn parse(body: &[u8], properties: &BasicProperties) -> Result<DeadLet
         (None, Some(id)) => publication(&queue, id, death, body),
         (None, None) => String::new(),
     };
+    let (death, error_reason) = match reason.as_str() {
+        "expired" => (
+            Death::Expired,
+            format!("expired in queue {queue} after waiting"),
+        ),
+        "maxlen" => (
+            Death::PushedOut,
+            format!("pushed out of the full queue {queue}"),
+        ),
+        _ => (
+            Death::Failed,
+            format!("dead-lettered from {queue}: {reason}"),
+        ),
+    };
     let message = RetryMessage {
         message_id,
         original_payload: body.to_vec(),
-        error_reason: format!("dead-lettered from {queue}: {reason}"),
+        error_reason,
         original_queue: queue,
         retry_count,
         properties: Some(kept),
@@ -73,6 +99,7 @@ pub(super) fn parse(body: &[u8], properties: &BasicProperties) -> Result<DeadLet
         message,
         producer_id: producer_id.filter(|_| first_death),
         first_death,
+        death,
     })
 }
 
@@ -208,6 +235,37 @@ mod tests {
         assert_eq!(kept.message_id, "order-1");
         assert_eq!(kept.exchange, "first");
         assert_eq!(kept.routing_key.as_deref(), Some("k"));
+    }
+
+    #[test]
+    fn what_expired_or_was_pushed_out_is_told_from_what_failed() {
+        for (reason, death, error) in [
+            ("rejected", Death::Failed, "dead-lettered from q: rejected"),
+            (
+                "delivery_limit",
+                Death::Failed,
+                "dead-lettered from q: delivery_limit",
+            ),
+            (
+                "expired",
+                Death::Expired,
+                "expired in queue q after waiting",
+            ),
+            ("maxlen", Death::PushedOut, "pushed out of the full queue q"),
+        ] {
+            let text = |text: &str| AMQPValue::LongString(text.into());
+            let mut newest = FieldTable::default();
+            newest.insert("queue".into(), text("q"));
+            newest.insert("reason".into(), text(reason));
+            let mut older = FieldTable::default();
+            older.insert("queue".into(), text("other"));
+            older.insert("reason".into(), text("expired"));
+            let deaths = [newest, older].map(AMQPValue::FieldTable).to_vec();
+            let deaths = AMQPValue::FieldArray(deaths.into());
+            let dead = parse(b"", &dead(vec![("x-death", deaths)])).unwrap();
+            assert_eq!(dead.death, death);
+            assert_eq!(dead.message.error_reason, error);
+        }
     }
 
     #[test]

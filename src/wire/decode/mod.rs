@@ -10,6 +10,8 @@ use prost::Message;
 use sha2::{Digest, Sha256};
 use uuid::Uuid;
 
+use dead_letter::Death;
+
 use super::{
     cut, headers,
     proto::{
@@ -22,7 +24,7 @@ use crate::domain::{
     budget::Budget,
     classify::{self, ErrorClass},
     limits::{LATEST_MS, MAX_ERROR_BYTES, MAX_LABEL_BYTES, MAX_PROPERTIES_BYTES},
-    policy::{Identity, PolicyBook},
+    policy::{Identity, PolicyBook, WhenUndelivered},
     queues::{AllowedQueues, name_problem},
     review::Reason,
     task::{Labels, NewTask, Priority},
@@ -82,7 +84,13 @@ pub fn decode(arrived: Arrived, rules: &Rules, fresh: fn() -> Uuid) -> NewTask {
         }
         Source::DeadLetters => dead_letter::parse(&body, &properties).and_then(|dead| {
             let task = validate(dead.message, rules, fresh)?;
+            let then = match dead.death {
+                Death::Failed => WhenUndelivered::Retry,
+                Death::Expired => task.policy.expired,
+                Death::PushedOut => task.policy.maxlen,
+            };
             Ok(NewTask {
+                verdict: (then == WhenUndelivered::Review).then_some(Reason::Undelivered),
                 producer_id: dead.producer_id.map(label).or(task.producer_id),
                 // Where equal bodies are one message, an equal id is this message's own.
                 unseen: dead.first_death

@@ -64,3 +64,12 @@ pub fn max_length(messages: i32) -> lapin::types::FieldTable {
     );
     arguments
 }
+
+/// Arguments of a queue whose dead letters go to the queue `dead_letters`.
+pub fn dead_letters_to(dead_letters: &str) -> lapin::types::FieldTable {
+    let text = |text: &str| lapin::types::AMQPValue::LongString(text.into());
+    let mut arguments = lapin::types::FieldTable::default();
+    arguments.insert("x-dead-letter-exchange".into(), text(""));
+    arguments.insert("x-dead-letter-routing-key".into(), text(dead_letters));
+    arguments
+}

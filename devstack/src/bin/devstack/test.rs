@@ -10,13 +10,15 @@ use crate::workspace::Workspace;
 
 /// The tests of what any server could do otherwise: the way of a message, losses, standstills,
 /// several instances, migrations and keys.
-pub(crate) const CORE: [&str; 10] = [
+pub(crate) const CORE: [&str; 12] = [
     "--test",
     "it",
     "--",
     "pipeline::",
     "dead_letters::",
     "losing::",
+    "blowing::",
+    "neighbours::",
     "standing::",
     "instances::",
     "migrating::",
