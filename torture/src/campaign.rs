@@ -28,6 +28,7 @@ use crate::{
     message::{REVIEW, TARGETS},
     post::{Pace, Post, produce},
     rows::Rows,
+    setup,
 };
 
 const PRODUCERS: usize = 2;
@@ -64,6 +65,7 @@ impl Campaign {
             // The library may have to be installed, which must not take from the campaign's time.
             spawn_blocking(devstack::faketime).await??;
         }
+        setup::configure(&place.join("rabbitmq"))?;
         let stack = spawn_blocking(|| Stack::start_temporary_in(place)).await??;
         let database = stack.postgres.create_database(DATABASE)?;
         let own = Proxy::to(stack.postgres.port()).await?;
@@ -72,6 +74,7 @@ impl Campaign {
         let gate = Arc::new(RwLock::new(()));
         let tricks = Arc::new(Tricks::default());
         let url = stack.rabbitmq.url();
+        setup::declare_all(&url).await?;
 
         let mut consumers = JoinSet::new();
         let mut deletions = Vec::new();
@@ -83,7 +86,9 @@ impl Campaign {
             let consumer = Consumer {
                 queue,
                 url: url.clone(),
+                stack: stack.clone(),
                 post: Post::new(&url, &ledger, &gate),
+                gate: gate.clone(),
                 ledger: ledger.clone(),
                 deletions: receiver,
                 tricks: tricks.clone(),
@@ -98,6 +103,8 @@ impl Campaign {
         let mut addresses = Vec::new();
         for number in 0..args.instances {
             let mut slot = Slot::new(number, &binary, logs, &stack, &database).await?;
+            // An instance then holds more deliveries than it stores at once, which could be redelivered in vain.
+            slot.settings = vec![("INTAKE_BATCH", "50".into())];
             slot.start()?;
             addresses.push(slot.address());
             slots.push(Mutex::new(slot));
@@ -106,7 +113,6 @@ impl Campaign {
         let rows = Arc::new(Rows::open(&own.by_way(&database)?)?);
         Ok(Self {
             faults,
-            rows,
             chaos: Arc::new(Chaos {
                 disk,
                 stack,
@@ -116,7 +122,9 @@ impl Campaign {
                 deletions,
                 gate: gate.clone(),
                 ledger: ledger.clone(),
+                rows: rows.clone(),
             }),
+            rows,
             ledger,
             tricks,
             gate,

@@ -24,7 +24,10 @@ mod plant;
 mod post;
 mod promote;
 mod rows;
+mod setup;
+mod strange;
 mod steady;
+mod unreadable;
 
 use std::{path::Path, process::ExitCode, time::Duration};
 

@@ -7,6 +7,7 @@ mod up;
 mod workspace;
 
 use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
@@ -75,7 +76,13 @@ enum Command {
     /// Measure the service against what the broker can do without it
     Bench(Passed),
     /// Run the service through kills, freezes and outages, and see whether a message is lost
-    Torture(Passed),
+    Torture {
+        /// Do so on this version of RabbitMQ, as for `test`
+        #[arg(long, value_name = "VERSION", value_parser = devstack::RABBITMQ_VERSIONS)]
+        rabbitmq: Option<String>,
+        #[command(flatten)]
+        passed: Passed,
+    },
     /// Feed mutated inputs to the decoders, guided by the code they reach
     ///
     /// Needs a C++ compiler, which libFuzzer is built with. An input that fails is written to
@@ -123,7 +130,9 @@ fn run(command: Command) -> Result<u8> {
             with_services(&workspace, "dev", &demo, &passed.args)
         }
         Command::Bench(passed) => bench(&workspace, &passed.args),
-        Command::Torture(passed) => torture(&workspace, &passed.args),
+        Command::Torture { rabbitmq, passed } => {
+            torture(&workspace, rabbitmq.as_deref(), &passed.args)
+        }
         Command::Fuzz {
             targets,
             runs,
@@ -144,17 +153,26 @@ fn test(workspace: &Workspace, rabbitmq: Option<&str>, args: &[String]) -> Resul
     let interrupts = Interrupts::catch()?;
     devstack::ensure_found(true, rabbitmq.is_none())?;
     let mut command = workspace.cargo(&["test", "--workspace"]);
-    if let Some(version) = rabbitmq {
-        match RabbitMqPrograms::of_version(version, workspace.directory()) {
-            Ok(programs) => command.envs(programs.root().map(|root| (RABBITMQ_ROOT, root))),
-            Err(error) => {
-                eprintln!("error: {error:#}");
-                return Ok(SKIPPED);
-            }
-        };
-    }
+    match root(workspace, rabbitmq) {
+        Ok(root) => command.envs(root.map(|root| (RABBITMQ_ROOT, root))),
+        Err(error) => return Ok(skipped(&error)),
+    };
     let mut tests = Foreground::start(command.args(args), None)?;
     Ok(exit_code(interrupts.wait(&mut tests, || {})?))
+}
+
+/// The root of the RabbitMQ that was asked for, which is unpacked if need be. `None` is the machine's.
+fn root(workspace: &Workspace, version: Option<&str>) -> Result<Option<PathBuf>> {
+    let Some(version) = version else {
+        return Ok(None);
+    };
+    let programs = RabbitMqPrograms::of_version(version, workspace.directory())?;
+    Ok(programs.root().map(Path::to_owned))
+}
+
+fn skipped(error: &anyhow::Error) -> u8 {
+    eprintln!("error: {error:#}");
+    SKIPPED
 }
 
 /// Builds the service by itself before the benchmark: built together with other packages, its
@@ -180,9 +198,13 @@ fn asks_for_help(args: &[String]) -> bool {
 ///
 /// With the feature `plant` the binary can be made to die at a named place, or to have the bug that
 /// `RETRY_PLANT` names. A steady load measures a release build without that feature instead.
-fn torture(workspace: &Workspace, args: &[String]) -> Result<u8> {
+fn torture(workspace: &Workspace, rabbitmq: Option<&str>, args: &[String]) -> Result<u8> {
     let interrupts = Interrupts::catch()?;
-    devstack::ensure_installed()?;
+    devstack::ensure_found(true, rabbitmq.is_none())?;
+    let root = match root(workspace, rabbitmq) {
+        Ok(root) => root,
+        Err(error) => return Ok(skipped(&error)),
+    };
     let steady = args.iter().any(|arg| arg.starts_with("--steady"));
     let kind: &[&str] = if steady {
         &["--release"]
@@ -201,6 +223,7 @@ fn torture(workspace: &Workspace, args: &[String]) -> Result<u8> {
     }
     let mut campaign = cargo(&["run"]);
     campaign.arg("--").args(args);
+    campaign.envs(root.map(|root| (RABBITMQ_ROOT, root)));
     let mut campaign = Foreground::start(&mut campaign, None)?;
     Ok(exit_code(interrupts.wait(&mut campaign, || {})?))
 }
