@@ -103,8 +103,6 @@ impl Campaign {
         let mut addresses = Vec::new();
         for number in 0..args.instances {
             let mut slot = Slot::new(number, &binary, logs, &stack, &database).await?;
-            // An instance then holds more deliveries than it stores at once, which could be redelivered in vain.
-            slot.settings = vec![("INTAKE_BATCH", "50".into())];
             slot.start()?;
             addresses.push(slot.address());
             slots.push(Mutex::new(slot));

@@ -33,6 +33,9 @@ const NOTICING: Duration = Duration::from_secs(20);
 /// Within this time after a fault has ended, the instances must work again.
 const RECOVERING: Duration = Duration::from_secs(60);
 
+/// How long a queue is deleted before it is made anew.
+const GONE_FOR: Duration = Duration::from_millis(800);
+
 /// How long a trap waits for an instance to run into it.
 const TRAPPING: Duration = Duration::from_secs(5);
 
@@ -315,7 +318,7 @@ impl Chaos {
         let (gone, is_gone) = oneshot::channel();
         let (back, is_back) = oneshot::channel();
         let deletion = Deletion {
-            gone_for: Duration::from_millis(800),
+            gone_for: GONE_FOR,
             gone,
             back,
         };
@@ -346,6 +349,9 @@ impl Chaos {
             let channel = connection.create_channel().await?;
             let options = QueueDeleteOptions::default();
             channel.queue_delete(INTAKE.into(), options).await?;
+            // If it is made anew at once, RabbitMQ does not tell the consumers that it was gone, and delivers
+            // nothing to them any more.
+            sleep(GONE_FOR).await;
             setup::declare(&channel, INTAKE).await?;
             connection.close(200, "made anew".into()).await?;
             anyhow::Ok(())
