@@ -43,6 +43,8 @@ const SETTLING: Duration = Duration::from_secs(120);
 const BRIEFLY: (Duration, Duration) = (Duration::from_secs(6), Duration::from_secs(12));
 
 pub struct Campaign {
+    /// The version of RabbitMQ.
+    pub rabbitmq: String,
     faults: Vec<Planned>,
     chaos: Arc<Chaos>,
     ledger: Arc<Ledger>,
@@ -107,9 +109,12 @@ impl Campaign {
             addresses.push(slot.address());
             slots.push(Mutex::new(slot));
         }
+        let asked = stack.clone();
+        let version = spawn_blocking(move || asked.rabbitmq.ctl(&["version"]));
         until_ready(&addresses, logs).await?;
         let rows = Arc::new(Rows::open(&own.by_way(&database)?)?);
         Ok(Self {
+            rabbitmq: version.await??.trim().to_owned(),
             faults,
             chaos: Arc::new(Chaos {
                 disk,

@@ -121,12 +121,14 @@ impl Ledger {
         self.arrivals.fetch_add(1, Ordering::Relaxed);
         let mut entries = lock(&self.entries);
         match entries.get_mut(message.number) {
-            Some(entry) if entry.attempted && entry.kind == message.kind => entry.arrivals.push(Arrival {
-                count,
-                from,
-                redelivered,
-                at: Instant::now(),
-            }),
+            Some(entry) if entry.attempted && entry.kind == message.kind => {
+                entry.arrivals.push(Arrival {
+                    count,
+                    from,
+                    redelivered,
+                    at: Instant::now(),
+                })
+            }
             _ => self.unexpected(format!("{message:?} was never sent")),
         }
     }
