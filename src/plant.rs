@@ -27,6 +27,10 @@ pub enum Bug {
     TxNotDetached,
     /// The instance's clock decides what is due.
     DueByOwnClock,
+    /// The broker may hand us as many deliveries as ever, whatever became of the last ones.
+    FullWindowAtOnce,
+    /// A message goes back under its queue's name, whatever routing key it first had.
+    RepublishByName,
 }
 
 impl Bug {

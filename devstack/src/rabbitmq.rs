@@ -66,7 +66,8 @@ struct Ports {
 }
 
 impl RabbitMq {
-    /// Starts RabbitMQ with its data in `options.dir`, which is created if need be.
+    /// Starts RabbitMQ with its data in `options.dir`, which is created if need be. It also reads the
+    /// configuration files in the directory `conf.d` there.
     pub fn start(options: &Options) -> Result<Self> {
         Self::start_in(options, false)
     }

@@ -26,7 +26,7 @@ use tracing::warn;
 use uuid::Uuid;
 
 use super::{Broker, BrokerError, amqp_code, short};
-use crate::wire::Outgoing;
+use crate::{plant::Bug, wire::Outgoing};
 
 /// Namespace of our binding keys.
 const BINDINGS: Uuid = Uuid::from_u128(0x8e0a_44d1_7f3b_4c62_a5d9_30c7_be16_f284);
@@ -81,6 +81,7 @@ impl Bindings {
             None => true,
             Some(key) => key.as_str() == queue,
         };
+        let by_name = by_name || Bug::RepublishByName.planted();
         if by_name || self.refused.load(Ordering::Relaxed) {
             return Ok(Way::ByName);
         }

@@ -11,7 +11,7 @@ use tokio::{
 use crate::{chaos::Chaos, excuse::Record, fault::Fault, instance::DATABASE};
 
 /// How long an instance may take to reach the failpoint at which it is to die.
-const DYING: Duration = Duration::from_secs(10);
+pub const DYING: Duration = Duration::from_secs(10);
 
 /// How long an instance may leave a failed transaction open. This is shorter than the time-out after which
 /// Postgres would end it, so that we see whether the instance did.

@@ -28,6 +28,7 @@ use crate::{
     message::{REVIEW, TARGETS},
     post::{Pace, Post, produce},
     rows::Rows,
+    setup,
 };
 
 const PRODUCERS: usize = 2;
@@ -42,6 +43,8 @@ const SETTLING: Duration = Duration::from_secs(120);
 const BRIEFLY: (Duration, Duration) = (Duration::from_secs(6), Duration::from_secs(12));
 
 pub struct Campaign {
+    /// The version of RabbitMQ.
+    pub rabbitmq: String,
     faults: Vec<Planned>,
     chaos: Arc<Chaos>,
     ledger: Arc<Ledger>,
@@ -64,6 +67,7 @@ impl Campaign {
             // The library may have to be installed, which must not take from the campaign's time.
             spawn_blocking(devstack::faketime).await??;
         }
+        setup::configure(&place.join("rabbitmq"))?;
         let stack = spawn_blocking(|| Stack::start_temporary_in(place)).await??;
         let database = stack.postgres.create_database(DATABASE)?;
         let own = Proxy::to(stack.postgres.port()).await?;
@@ -72,6 +76,7 @@ impl Campaign {
         let gate = Arc::new(RwLock::new(()));
         let tricks = Arc::new(Tricks::default());
         let url = stack.rabbitmq.url();
+        setup::declare_all(&url).await?;
 
         let mut consumers = JoinSet::new();
         let mut deletions = Vec::new();
@@ -83,7 +88,9 @@ impl Campaign {
             let consumer = Consumer {
                 queue,
                 url: url.clone(),
+                stack: stack.clone(),
                 post: Post::new(&url, &ledger, &gate),
+                gate: gate.clone(),
                 ledger: ledger.clone(),
                 deletions: receiver,
                 tricks: tricks.clone(),
@@ -102,11 +109,13 @@ impl Campaign {
             addresses.push(slot.address());
             slots.push(Mutex::new(slot));
         }
+        let asked = stack.clone();
+        let version = spawn_blocking(move || asked.rabbitmq.ctl(&["version"]));
         until_ready(&addresses, logs).await?;
         let rows = Arc::new(Rows::open(&own.by_way(&database)?)?);
         Ok(Self {
+            rabbitmq: version.await??.trim().to_owned(),
             faults,
-            rows,
             chaos: Arc::new(Chaos {
                 disk,
                 stack,
@@ -116,7 +125,9 @@ impl Campaign {
                 deletions,
                 gate: gate.clone(),
                 ledger: ledger.clone(),
+                rows: rows.clone(),
             }),
+            rows,
             ledger,
             tricks,
             gate,

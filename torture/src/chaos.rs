@@ -23,6 +23,8 @@ use crate::{
     ledger::Ledger,
     message::{INTAKE, TARGETS},
     post::{PATIENCE, connect},
+    rows::Rows,
+    setup,
 };
 
 /// Within this time an outage must turn `/ready` red.
@@ -30,6 +32,9 @@ const NOTICING: Duration = Duration::from_secs(20);
 
 /// Within this time after a fault has ended, the instances must work again.
 const RECOVERING: Duration = Duration::from_secs(60);
+
+/// How long a queue is deleted before it is made anew.
+const GONE_FOR: Duration = Duration::from_millis(800);
 
 /// How long a trap waits for an instance to run into it.
 const TRAPPING: Duration = Duration::from_secs(5);
@@ -47,6 +52,7 @@ pub struct Chaos {
     pub deletions: Vec<mpsc::Sender<Deletion>>,
     pub gate: Arc<RwLock<()>>,
     pub ledger: Arc<Ledger>,
+    pub rows: Arc<Rows>,
 }
 
 /// What one fault led to.
@@ -197,6 +203,11 @@ impl Chaos {
             }
             Fault::PgLock => self.lock_table().await?,
             Fault::ClockSkew => self.skew_clock(whom).await?,
+            Fault::CrashLoop => self.crash_again_and_again(whom).await?,
+            Fault::StandbyAway => return self.send_standby_away(fault).await,
+            Fault::Unreadable => self.send_unreadable().await?,
+            Fault::Oversized => self.send_oversized().await?,
+            Fault::Large => self.send_large(whom).await?,
             Fault::PgCommitLost
             | Fault::PgCommitUnsent
             | Fault::MqConfirmLost
@@ -307,7 +318,7 @@ impl Chaos {
         let (gone, is_gone) = oneshot::channel();
         let (back, is_back) = oneshot::channel();
         let deletion = Deletion {
-            gone_for: Duration::from_millis(800),
+            gone_for: GONE_FOR,
             gone,
             back,
         };
@@ -324,31 +335,33 @@ impl Chaos {
         Ok(is_back.await?)
     }
 
-    /// Deletes the intake queue once it holds no message, unacknowledged ones included: those would be lost,
-    /// and not by the service.
+    /// Deletes the intake queue and makes it anew, once it holds no message, unacknowledged ones included: those
+    /// would be lost, and not by the service.
     async fn delete_intake(&self) -> anyhow::Result<()> {
         let _shut = self.gate.write().await;
         let deadline = Instant::now() + RECOVERING;
-        loop {
-            let listed = self
-                .do_to(|s| s.rabbitmq.ctl(&["list_queues", "name", "messages"]))
-                .await?;
-            let mut queues = listed.lines().filter_map(|line| line.split_once('\t'));
-            if queues.any(|queue| queue == (INTAKE, "0")) {
-                break;
-            }
+        while !self.do_to(|s| setup::is_empty(s, INTAKE)).await? {
             ensure!(Instant::now() < deadline, "the intake queue is never empty");
         }
         let url = self.stack.rabbitmq.url();
-        let delete = async {
+        let renew = async {
             let connection = connect(&url).await?;
             let channel = connection.create_channel().await?;
             let options = QueueDeleteOptions::default();
             channel.queue_delete(INTAKE.into(), options).await?;
-            connection.close(200, "deleted".into()).await?;
+            // If it is made anew at once, RabbitMQ does not tell the consumers that it was gone, and delivers
+            // nothing to them any more.
+            sleep(GONE_FOR).await;
+            setup::declare(&channel, INTAKE).await?;
+            connection.close(200, "made anew".into()).await?;
             anyhow::Ok(())
         };
-        timeout(PATIENCE, delete).await?
+        // An instance would make it anew, too, and of another type.
+        let slots = join_all(self.slots.iter().map(Mutex::lock)).await;
+        slots.iter().try_for_each(|slot| slot.freeze())?;
+        let renewed = timeout(PATIENCE, renew).await;
+        slots.iter().try_for_each(|slot| slot.thaw())?;
+        renewed?
     }
 
     /// Waits until each of these instances has been red, and returns how long that took.

@@ -9,21 +9,22 @@ use std::{
 };
 
 use anyhow::{Context, bail};
+use devstack::Stack;
 use futures::StreamExt;
 use lapin::{
     Channel,
     message::Delivery,
     options::{
-        BasicAckOptions, BasicCancelOptions, BasicPublishOptions, BasicQosOptions,
-        QueueDeleteOptions,
+        BasicAckOptions, BasicCancelOptions, BasicNackOptions, BasicPublishOptions,
+        BasicQosOptions, QueueDeleteOptions,
     },
-    types::FieldTable,
 };
 use retry_scheduler::wire::proto::ReviewMessage;
 use testkit::amqp;
 use tokio::{
-    sync::{mpsc, oneshot},
-    time::{sleep, timeout},
+    sync::{RwLock, mpsc, oneshot},
+    task::spawn_blocking,
+    time::{Instant, sleep, timeout},
 };
 
 use crate::{
@@ -31,6 +32,7 @@ use crate::{
     ledger::Ledger,
     message::{INTAKE, Message, REVIEW},
     post::{PATIENCE, Post, connect},
+    setup,
 };
 
 const PREFETCH: u16 = 100;
@@ -38,11 +40,14 @@ const PREFETCH: u16 = 100;
 /// When nothing has come for this long, nothing is on its way.
 const STILL: Duration = Duration::from_millis(200);
 
+/// The error of a failure that is not the first.
+const AGAIN: &str = "failed again";
+
 /// How many sessions may find a queue not empty before a deletion is given up.
 const TRIES: usize = 5;
 
 /// Asks a consumer to delete its queue once it is empty, and to declare it again after a while. Whoever asks
-/// makes sure that nothing more is sent to it.
+/// makes sure that the service sends nothing more to it.
 pub struct Deletion {
     pub gone_for: Duration,
     /// Told when the queue is deleted; dropped when it was never empty.
@@ -62,11 +67,20 @@ pub struct Tricks {
     pub repeat: AtomicUsize,
 }
 
+/// Whether this consumer has shut the gate through which failures are reported.
+enum Gate {
+    Open,
+    Shut,
+}
+
 /// The consumer of one queue, which connects again whenever its connection fails.
 pub struct Consumer {
     pub queue: &'static str,
     pub url: String,
+    pub stack: Arc<Stack>,
     pub post: Post,
+    /// See [`Post`].
+    pub gate: Arc<RwLock<()>>,
     pub ledger: Arc<Ledger>,
     pub deletions: mpsc::Receiver<Deletion>,
     pub tricks: Arc<Tricks>,
@@ -96,32 +110,31 @@ impl Consumer {
         let consumer = timeout(PATIENCE, amqp::subscribe(&channel, self.queue)).await??;
         let tag = consumer.tag();
         let mut chunks = consumer.ready_chunks(usize::from(PREFETCH));
-        loop {
+        while asked.is_none() {
             tokio::select! {
                 chunk = chunks.next() => {
                     let chunk = chunk.context("the subscription ended")?;
-                    self.take(&channel, chunk).await?;
+                    self.take(&channel, chunk, Gate::Open).await?;
                 }
-                deletion = self.deletions.recv(), if asked.is_none() => {
+                deletion = self.deletions.recv() => {
                     *asked = Some((deletion.context("the campaign is over")?, 0));
                 }
-                () = sleep(STILL), if asked.is_some() => break,
             }
+        }
+        let gate = self.gate.clone();
+        let shut = gate.write().await;
+        while let Ok(Some(chunk)) = timeout(STILL, chunks.next()).await {
+            self.take(&channel, chunk, Gate::Shut).await?;
         }
         let cancel = channel.basic_cancel(tag, BasicCancelOptions::default());
         timeout(PATIENCE, cancel).await??;
         while let Ok(Some(chunk)) = timeout(STILL, chunks.next()).await {
-            self.take(&channel, chunk).await?;
+            self.take(&channel, chunk, Gate::Shut).await?;
         }
-        let only_empty = QueueDeleteOptions {
-            if_empty: true,
-            ..QueueDeleteOptions::default()
-        };
-        timeout(
-            PATIENCE,
-            channel.queue_delete(self.queue.into(), only_empty),
-        )
-        .await??;
+        self.until_empty().await?;
+        let delete = channel.queue_delete(self.queue.into(), QueueDeleteOptions::default());
+        timeout(PATIENCE, delete).await??;
+        drop(shut);
         if let Some((deletion, _)) = asked.take() {
             let _ = deletion.gone.send(());
             sleep(deletion.gone_for).await;
@@ -134,37 +147,72 @@ impl Consumer {
     }
 
     async fn declare(&self, channel: &Channel) -> anyhow::Result<()> {
-        let declare = amqp::declare(channel, self.queue, FieldTable::default());
-        timeout(PATIENCE, declare).await??;
+        timeout(PATIENCE, setup::declare(channel, self.queue)).await??;
         Ok(())
     }
 
-    /// Records what came, reports what fails, and only then acknowledges.
+    /// Waits until the queue holds nothing. What was rejected leaves it only when it is in another queue.
+    async fn until_empty(&self) -> anyhow::Result<()> {
+        let begun = Instant::now();
+        while begun.elapsed() < PATIENCE {
+            let (stack, queue) = (self.stack.clone(), self.queue);
+            if spawn_blocking(move || setup::is_empty(&stack, queue)).await?? {
+                return Ok(());
+            }
+        }
+        bail!("{} is not empty", self.queue)
+    }
+
+    /// Records what came, reports or rejects what fails, and only then acknowledges the rest.
     async fn take(
         &mut self,
         channel: &Channel,
         chunk: Vec<lapin::Result<Delivery>>,
+        gate: Gate,
     ) -> anyhow::Result<()> {
         let deliveries: Vec<Delivery> = chunk.into_iter().collect::<Result<_, _>>()?;
-        let mut fail = Vec::new();
+        let mut report = Vec::new();
+        let mut reject = Vec::new();
+        let mut last = None;
         for delivery in &deliveries {
-            if self.queue == REVIEW {
+            let failed = if self.queue == REVIEW {
                 self.reviewed(delivery);
-            } else if let Some(message) = self.came_back(channel, delivery).await {
-                fail.push(message);
+                None
+            } else {
+                self.came_back(channel, delivery).await
+            };
+            match failed {
+                Some(message) if message.is_letter() => reject.push((message, delivery)),
+                failed => {
+                    report.extend(failed);
+                    last = Some(delivery);
+                }
             }
         }
-        if !fail.is_empty() {
-            self.post.report(&fail, "failed again").await?;
+        match gate {
+            _ if report.is_empty() => {}
+            Gate::Open => self.post.report(&report, AGAIN).await?,
+            Gate::Shut => self.post.report_behind_gate(&report, AGAIN).await?,
         }
-        if let Some(last) = deliveries.last() {
+        for (message, delivery) in reject {
+            // From here on RabbitMQ has to see to it. If it does not hear of this, it delivers the message again.
+            self.ledger.reported(message);
+            self.ledger.confirmed(message, Instant::now());
+            let to_dead_letters = BasicNackOptions {
+                requeue: false,
+                ..BasicNackOptions::default()
+            };
+            timeout(PATIENCE, delivery.nack(to_dead_letters)).await??;
+        }
+        if let Some(last) = last {
             let ack = last.ack(BasicAckOptions { multiple: true });
             timeout(PATIENCE, ack).await??;
         }
         Ok(())
     }
 
-    /// Records a message that came back, and returns it if it is to fail again.
+    /// Records a message that came back, and returns it if it is to fail. A letter comes for the first time without
+    /// having been away, and always fails then.
     async fn came_back(&self, channel: &Channel, delivery: &Delivery) -> Option<Message> {
         let header = |name: &str| {
             let headers = delivery.properties.headers().as_ref()?;
@@ -175,23 +223,31 @@ impl Consumer {
         let count = header("x-retry-count").and_then(|count| count.as_long_int());
         let id = delivery.properties.message_id().as_ref();
         let id = id.map(|id| id.to_string()).unwrap_or_default();
-        let message = Message::of_payload(&delivery.data);
-        let (Some(message), Some(count)) = (message, count) else {
+        let key = delivery.routing_key.as_str();
+        let Some(message) = Message::of_payload(&delivery.data) else {
             let what = format!("{} got something strange with id {id:?}", self.queue);
             self.ledger.unexpected(what);
             return None;
         };
-        if message.queue() != self.queue || message.id().to_string() != id {
-            let what = format!("{message:?} came to {} with id {id:?}", self.queue);
+        let as_sent = (message.queue(), message.message_id(), message.routing_key());
+        if (self.queue, id.clone(), key) != as_sent {
+            let what = format!("{message:?} came to {} with id {id:?} by {key}", self.queue);
             self.ledger.unexpected(what);
         }
+        let Some(count) = count else {
+            if !message.is_letter() {
+                let what = format!("{message:?} came to {} without a count", self.queue);
+                self.ledger.unexpected(what);
+            }
+            return message.is_letter().then_some(message);
+        };
         if taken(&self.tricks.steal) {
             return None;
         }
-        if taken(&self.tricks.copy) {
+        if !message.is_letter() && taken(&self.tricks.copy) {
             let _ = copy(channel, self.queue, &delivery.data, delivery).await;
         }
-        if !message.fails(count) && taken(&self.tricks.repeat) {
+        if !message.is_letter() && !message.fails(count) && taken(&self.tricks.repeat) {
             let report = message.report("it did not fail");
             let _ = copy(channel, INTAKE, &report, delivery).await;
         }
@@ -209,8 +265,13 @@ impl Consumer {
 
     fn in_review(&self, delivery: &Delivery) -> anyhow::Result<()> {
         let review: ReviewMessage = serde_json::from_slice(&delivery.data)?;
-        let message = Message::of_payload(&review.original_payload)
-            .with_context(|| format!("{} is not what was sent", review.message_id))?;
+        let message = if review.original_payload.is_empty() {
+            Message::of_producers_id(&review.producer_id)
+        } else {
+            Message::of_payload(&review.original_payload)
+        };
+        let message =
+            message.with_context(|| format!("{} is not what was sent", review.message_id))?;
         self.ledger
             .arrived(message, None, None, delivery.redelivered);
         match review.reason.as_str() {

@@ -15,7 +15,7 @@ const BRIEF: &str =
     "--seed 3 --instances 2 --messages 400 --kills 0 --faults 0 --seconds 6 --brief";
 
 /// Bugs in the service, the flags of a campaign that shows them, and what that campaign must print.
-const BUGS: [(Bug, &str, &str); 10] = [
+const BUGS: [(Bug, &str, &str); 12] = [
     (
         Bug::AckBeforeCommit,
         "--faults 4 --only die-before-intake-commit",
@@ -50,6 +50,12 @@ const BUGS: [(Bug, &str, &str); 10] = [
         "--faults 4 --only clock-skew",
         " too early",
     ),
+    (
+        Bug::FullWindowAtOnce,
+        "--faults 1 --only crash-loop",
+        "lost: ",
+    ),
+    (Bug::RepublishByName, "", "lost: "),
 ];
 
 /// Flags of campaigns that do something wrong themselves, and what they must print.

@@ -53,6 +53,13 @@ impl Record {
     pub fn taken_twice(&self, sent: Instant, seen: Instant) -> bool {
         self.fault.breaks_acking() && self.begun <= seen && self.ended + LAG >= sent
     }
+
+    /// Whether this fault may have made RabbitMQ dead-letter a message twice that was rejected at `died` for the first
+    /// time. It does so when it goes down before it knows that the dead letter is in its queue, and the second one may
+    /// be stamped with another second: then nothing tells it from another death.
+    pub fn dead_lettered_twice(&self, died: Instant, seen: Instant) -> bool {
+        self.fault.ends_broker() && self.begun <= seen && self.ended + LAG >= died
+    }
 }
 
 impl Fault {
@@ -65,8 +72,12 @@ impl Fault {
             Self::Leave | Self::ClockSkew | Self::IntakeGone | Self::MqReject
             // The settling was committed; only the answer was lost.
             | Self::PgCommitLost
-            // This breaks the connection that consumes, and messages are published on another.
-            | Self::MqAckUnsent
+            // These break the connection that consumes, and messages are published on another.
+            | Self::MqAckUnsent | Self::Unreadable
+            // A COMMIT that waits for a standby is waited for.
+            | Self::StandbyAway
+            // These are nothing but messages, and instances that leave before the large ones come.
+            | Self::Large | Self::Oversized
         )
     }
 
@@ -80,7 +91,15 @@ impl Fault {
                 | Self::MqReject
                 | Self::MqConfirmLost
                 | Self::MqPublishUnsent
+                | Self::StandbyAway
+                | Self::Large
+                | Self::Oversized
         )
+    }
+
+    /// Whether RabbitMQ goes down in it.
+    fn ends_broker(self) -> bool {
+        matches!(self, Self::MqRestart | Self::MqKill)
     }
 
     /// Whether an instance dies of it. Such a fault has no duration, and is recorded when it happens.
@@ -93,6 +112,7 @@ impl Fault {
         matches!(
             self,
             Self::Freeze
+                | Self::CrashLoop
                 | Self::PgCut
                 | Self::PgStall
                 | Self::PgMute

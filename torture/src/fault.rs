@@ -49,7 +49,7 @@ pub enum Fault {
     MqReject,
     /// A target queue deleted, and made anew
     TargetGone,
-    /// The intake queue deleted
+    /// The intake queue deleted, and made anew
     IntakeGone,
     /// One instance cut off from Postgres
     PgCut,
@@ -85,6 +85,16 @@ pub enum Fault {
     PgLock,
     /// An instance leaves, and joins with its clock an hour off until its next start
     ClockSkew,
+    /// The only instance killed 25 times while it starts or holds deliveries
+    CrashLoop,
+    /// Postgres: every COMMIT waits for a synchronous standby that is away
+    StandbyAway,
+    /// A message with a property that is not UTF-8 in the intake queue
+    Unreadable,
+    /// A dead letter as large as RabbitMQ takes it, which has to go to review
+    Oversized,
+    /// 256 MiB of large messages waiting for one instance
+    Large,
     /// SIGKILL at a failpoint: failures are stored, not committed
     DieBeforeIntakeCommit,
     /// SIGKILL at a failpoint: failures are committed

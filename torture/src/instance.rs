@@ -21,7 +21,7 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-use crate::message::{INTAKE, REVIEW};
+use crate::message::{DEAD_LETTERS, INTAKE, REVIEW};
 
 /// The database that all instances share.
 pub const DATABASE: &str = "torture";
@@ -30,9 +30,10 @@ pub const DATABASE: &str = "torture";
 pub const SERVICE: &str = "torture-";
 
 /// The settings of all instances. The time-outs are so short that a fault can outlast each of them.
-const SETTINGS: [(&str, &str); 11] = [
+const SETTINGS: [(&str, &str); 12] = [
     ("HTTP_HOST", "127.0.0.1"),
     ("RETRY_QUEUE", INTAKE),
+    ("DEAD_LETTER_QUEUE", DEAD_LETTERS),
     ("MANUAL_REVIEW_QUEUE", REVIEW),
     ("JITTER_MS", "200"),
     ("DATABASE_TIMEOUT_MS", "2000"),
@@ -43,6 +44,9 @@ const SETTINGS: [(&str, &str); 11] = [
     ("INTAKE_PREFETCH", "200"),
     ("LOG_FORMAT", "json"),
 ];
+
+/// The `DATABASE_POOL_SIZE` of each instance.
+pub const POOL: u32 = 8;
 
 /// The wait before the first retry, which doubles with each further one up to [`MAX_DELAY`]. Jitter only adds
 /// to it.
@@ -131,6 +135,7 @@ impl Slot {
             .env("LLVM_PROFILE_FILE", "/dev/null")
             .env("RETRY_DIE_AT", &self.order)
             .env("SERVICE_NAME", format!("{SERVICE}{}", self.number))
+            .env("DATABASE_POOL_SIZE", POOL.to_string())
             .env("BASE_DELAY_MS", BASE_DELAY.as_millis().to_string())
             .env("MAX_DELAY_MS", MAX_DELAY.as_millis().to_string())
             .env("DATABASE_URL", &self.database_url)
@@ -217,6 +222,15 @@ impl Slot {
     pub fn pid(&self) -> anyhow::Result<u32> {
         let pid = self.child.as_ref().and_then(Child::id);
         pid.with_context(|| format!("instance {} does not run", self.number))
+    }
+
+    /// The most memory that the running instance has had at once, in MB.
+    pub fn most_memory(&self) -> anyhow::Result<usize> {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid()?))?;
+        let most = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+        let kilobytes = most.and_then(|most| most.trim().strip_suffix(" kB"));
+        let kilobytes: usize = kilobytes.context("no VmHWM")?.parse()?;
+        Ok(kilobytes / 1000)
     }
 
     /// Fails if the instance has ended by itself, which no fault may make it do.

@@ -15,7 +15,7 @@ use tokio::time::Instant;
 use crate::{
     excuse::Record,
     instance::{BASE_DELAY, MAX_DELAY},
-    message::{Conduct, Message},
+    message::{Conduct, Kind, Message},
 };
 
 /// One delivery of a message to the consumer of its queue, or of the review queue.
@@ -31,8 +31,8 @@ pub struct Arrival {
 }
 
 /// What is known of one message.
-#[derive(Default)]
 struct Entry {
+    kind: Kind,
     attempted: bool,
     /// When each failure was reported, whether the report arrived or not.
     reports: Vec<Instant>,
@@ -43,6 +43,7 @@ struct Entry {
 
 /// Written by producers and consumers, read at the end.
 pub struct Ledger {
+    /// By the number of the message.
     entries: Mutex<Vec<Entry>>,
     faults: Mutex<Vec<Record>>,
     unexpected: Mutex<Vec<String>>,
@@ -73,11 +74,22 @@ impl Verdict {
 impl Ledger {
     pub fn new(messages: usize) -> Self {
         Self {
-            entries: Mutex::new((0..messages).map(|_| Entry::default()).collect()),
+            entries: Mutex::new((0..messages).map(|_| Entry::new(Kind::Usual)).collect()),
             faults: Mutex::default(),
             unexpected: Mutex::default(),
             arrivals: AtomicUsize::new(0),
         }
+    }
+
+    /// Adds a message that a fault needs, and is about to send.
+    pub fn add(&self, kind: Kind) -> Message {
+        let mut entries = lock(&self.entries);
+        let number = entries.len();
+        entries.push(Entry {
+            attempted: true,
+            ..Entry::new(kind)
+        });
+        Message { kind, number }
     }
 
     pub fn attempted(&self, message: Message) {
@@ -109,12 +121,14 @@ impl Ledger {
         self.arrivals.fetch_add(1, Ordering::Relaxed);
         let mut entries = lock(&self.entries);
         match entries.get_mut(message.number) {
-            Some(entry) if entry.attempted => entry.arrivals.push(Arrival {
-                count,
-                from,
-                redelivered,
-                at: Instant::now(),
-            }),
+            Some(entry) if entry.attempted && entry.kind == message.kind => {
+                entry.arrivals.push(Arrival {
+                    count,
+                    from,
+                    redelivered,
+                    at: Instant::now(),
+                })
+            }
             _ => self.unexpected(format!("{message:?} was never sent")),
         }
     }
@@ -128,6 +142,13 @@ impl Ledger {
         lock(&self.faults).push(record);
     }
 
+    /// How many instances have died since then.
+    pub fn deaths_since(&self, then: Instant) -> usize {
+        let faults = lock(&self.faults);
+        let died = |f: &&Record| f.fault.is_death() && f.ended >= then;
+        faults.iter().filter(died).count()
+    }
+
     /// How many deliveries there were so far.
     pub fn arrivals(&self) -> usize {
         self.arrivals.load(Ordering::Relaxed)
@@ -137,7 +158,7 @@ impl Ledger {
     pub fn under_way(&self) -> Vec<Message> {
         let entries = lock(&self.entries);
         let open = entries.iter().enumerate().filter(|(_, e)| e.is_open());
-        open.map(|(number, _)| Message { number }).collect()
+        open.map(|(number, entry)| entry.message(number)).collect()
     }
 
     /// How many messages were attempted and how many confirmed, so far.
@@ -161,10 +182,11 @@ impl Ledger {
         };
         let faults = lock(&self.faults).clone();
         for (number, entry) in lock(&self.entries).iter().enumerate() {
-            let message = Message { number };
+            let message = entry.message(number);
             if entry.is_open() && !live.contains(&number) {
                 verdict.lost.push(format!(
-                    "{number} ({:?}, {}) came back {} times, and not after its last failure",
+                    "{number} ({:?}, {:?}, {}) came back {} times, and not after its last failure",
+                    message.kind,
                     message.conduct(),
                     message.id(),
                     entry.arrivals.len()
@@ -177,6 +199,21 @@ impl Ledger {
 }
 
 impl Entry {
+    fn new(kind: Kind) -> Self {
+        Self {
+            kind,
+            attempted: false,
+            reports: Vec::new(),
+            confirmed: None,
+            arrivals: Vec::new(),
+        }
+    }
+
+    fn message(&self, number: usize) -> Message {
+        let kind = self.kind;
+        Message { kind, number }
+    }
+
     fn is_open(&self) -> bool {
         let back_since = |sent| self.arrivals.iter().any(|a| a.at >= sent);
         self.confirmed.is_some_and(|sent| !back_since(sent))
@@ -209,18 +246,19 @@ impl Entry {
                 verdict.unexpected.push(what);
             }
         }
-        self.judge_doubles(number, faults, unconfirmed, verdict);
+        self.judge_doubles(message, faults, unconfirmed, verdict);
     }
 
     /// Looks for a retry that came twice, and for more retries than there were failures. Both are expected only
     /// if a fault explains them.
     fn judge_doubles(
         &self,
-        number: usize,
+        message: Message,
         faults: &[Record],
         unconfirmed: &HashSet<(usize, i32)>,
         verdict: &mut Verdict,
     ) {
+        let number = message.number;
         let mut doubles = Vec::new();
         let different: HashSet<i32> = self.arrivals.iter().filter_map(|a| a.count).collect();
         let reviews = self.arrivals.iter().filter(|a| a.count.is_none()).count();
@@ -240,7 +278,14 @@ impl Entry {
                 sent_twice = true;
             }
             let (which, explained) = match (arrival.count, self.reports.last()) {
-                (Some(count), _) => (format!("as retry {count}"), sent_twice),
+                (Some(count), _) => {
+                    let died = self.reports.first().filter(|_| message.is_letter());
+                    let died_twice = died.is_some_and(|died| {
+                        let twice = |f: &Record| f.dead_lettered_twice(*died, arrival.at);
+                        faults.iter().any(twice)
+                    });
+                    (format!("as retry {count}"), sent_twice || died_twice)
+                }
                 // Its consumer failed one retry twice, and the second report is in review as `late`.
                 (None, _) if failed_as_often => continue,
                 (None, sent) => {

@@ -4,11 +4,11 @@
 //! happen. In the end every message that RabbitMQ confirmed to a producer must be back in its queue, in review, or in a
 //! row that waits.
 //!
-//! In reading order: [`campaign`] is the whole of it; [`message`] is what is sent, by the producers in [`post`], to the
-//! [`consumer`]s; [`fault`] lists the faults, which [`chaos`], [`ambush`], [`disk`] and [`promote`] carry out on each
-//! [`instance`]; [`ledger`], [`excuse`] and [`rows`] come to the verdict. [`plant`] and [`controls`] show that the verdict
-//! can be a bad one. [`steady`](mod@steady) is a load without faults, [`failover`] one on servers that take each
-//! other's place.
+//! In reading order: [`campaign`] is the whole of it; [`setup`] is the broker's side of it; [`message`] is what is sent,
+//! by the producers in [`post`], to the [`consumer`]s; [`fault`] lists the faults, which [`chaos`], [`ambush`], [`disk`],
+//! [`promote`] and [`strange`], with [`unreadable`], carry out on each [`instance`]; [`ledger`], [`excuse`] and [`rows`]
+//! come to the verdict. [`plant`] and [`controls`] show that the verdict can be a bad one. [`steady`](mod@steady) is a
+//! load without faults, [`failover`] one on servers that take each other's place.
 
 mod ambush;
 mod campaign;
@@ -26,7 +26,10 @@ mod plant;
 mod post;
 mod promote;
 mod rows;
+mod setup;
 mod steady;
+mod strange;
+mod unreadable;
 
 use std::{path::Path, process::ExitCode, time::Duration};
 
@@ -42,8 +45,10 @@ const AFTER_HELP: &str = "\
 Exit status: 0 when nothing was lost, unexpected or over its bound, 1 otherwise.
 With --controls: 0 when every control was caught.
 
-A long one, of an hour or so:
-  cargo dev torture --messages 100000 --instances 4 --faults 600 --kills 500 --seconds 3600
+On another RabbitMQ than the installed one:
+  cargo dev torture --rabbitmq 4.0
+A long one, of half an hour or so:
+  cargo dev torture --rabbitmq 4.0 --messages 100000 --instances 4 --faults 200 --kills 500 --seconds 1800
 One that must fail, because rows are deleted behind the service's back:
   cargo dev torture --messages 500 --faults 0 --seconds 5 --plant lose-rows
 One with a bug in the service, of those in src/plant.rs:
@@ -59,8 +64,10 @@ Nodes of a cluster killed under load, or a standby promoted; on other versions, 
 /// Do everything to retry-scheduler that can be done, and see whether a message is lost.
 ///
 /// Runs instances of the real binary between producers and consumers, with a
-/// Postgres and a RabbitMQ of their own, while faults happen. The seed decides
-/// which faults, to whom, and after which pause.
+/// Postgres and a RabbitMQ of their own, while faults happen. All queues are
+/// quorum queues with a delivery limit. Half of the messages come as dead
+/// letters, by an exchange that is bound by their routing keys only. The seed
+/// decides which faults, to whom, and after which pause.
 #[derive(Debug, Parser)]
 #[command(
     name = "cargo dev torture",
@@ -224,6 +231,7 @@ async fn torture(
         return Ok(None);
     };
     let mut campaign = campaign?;
+    println!("RabbitMQ {}, all queues quorum", campaign.rabbitmq);
     let judged = stop
         .run_until_cancelled(async {
             campaign.run(args).await?;

@@ -20,6 +20,7 @@ use tokio::{
 use crate::{
     ledger::Ledger,
     message::{INTAKE, Message},
+    setup::WORK,
 };
 
 /// How long to wait for RabbitMQ before connecting again.
@@ -55,27 +56,41 @@ impl Post {
         Ok(())
     }
 
-    /// Reports failures, and tells the ledger which reports RabbitMQ confirmed. It is an error if those are not
-    /// all.
+    /// Reports failures, or publishes letters to their queues, and tells the ledger which of them RabbitMQ confirmed.
+    /// It is an error if those are not all.
     pub async fn report(&mut self, messages: &[Message], error: &str) -> anyhow::Result<()> {
         let gate = self.gate.clone();
         let _passed = gate.read().await;
+        self.report_behind_gate(messages, error).await
+    }
+
+    /// Does the same for a caller that has shut the gate.
+    pub async fn report_behind_gate(
+        &mut self,
+        messages: &[Message],
+        error: &str,
+    ) -> anyhow::Result<()> {
         self.open().await?;
         let (connection, channel) = self.open.take().context("not open")?;
         let mut confirms = Vec::with_capacity(messages.len());
         let sent = Instant::now();
         for message in messages {
-            self.ledger.reported(*message);
+            let (exchange, key, body) = if message.is_letter() {
+                (WORK, message.routing_key(), message.payload())
+            } else {
+                self.ledger.reported(*message);
+                ("", INTAKE, message.report(error))
+            };
             let mandatory = BasicPublishOptions {
                 mandatory: true,
                 ..BasicPublishOptions::default()
             };
             let properties = BasicProperties::default()
-                .with_message_id(message.number.to_string().into())
+                .with_message_id(message.message_id().into())
+                .with_correlation_id(message.number.to_string().into())
                 .with_delivery_mode(2);
-            let body = message.report(error);
             let publish =
-                channel.basic_publish("".into(), INTAKE.into(), mandatory, &body, properties);
+                channel.basic_publish(exchange.into(), key.into(), mandatory, &body, properties);
             match timeout(PATIENCE, publish).await {
                 Ok(Ok(confirm)) => confirms.push((*message, confirm)),
                 _ => break,
@@ -93,7 +108,7 @@ impl Post {
                 acked.push(message);
             }
             if let Some(back) = answer.take_message() {
-                let number = back.delivery.properties.message_id().clone();
+                let number = back.delivery.properties.correlation_id().clone();
                 returned.insert(number.map(|n| n.to_string()).unwrap_or_default());
             }
         }
@@ -173,7 +188,7 @@ pub async fn produce(
         let allowed = pace.allowed();
         let mut chunk = Vec::with_capacity(CHUNK);
         while let Some(number) = own.next_if(|n| *n < allowed && chunk.len() < CHUNK) {
-            chunk.push(Message { number });
+            chunk.push(Message::usual(number));
         }
         if chunk.is_empty() {
             sleep(Duration::from_millis(20)).await;

@@ -69,22 +69,23 @@ impl Rows {
 
     /// The messages that wait in a row.
     pub async fn live(&self) -> anyhow::Result<HashSet<usize>> {
-        let sql = "SELECT original_payload FROM retry_queue WHERE status = 'pending'";
+        let sql = "SELECT substring(original_payload FROM 1 FOR 50)
+                   FROM retry_queue WHERE status = 'pending'";
         let payloads: Vec<Vec<u8>> = sqlx::query_scalar(sql).fetch_all(&self.0).await?;
-        let messages = payloads.iter().filter_map(|p| Message::of_payload(p));
+        let messages = payloads.iter().filter_map(|p| Message::of_beginning(p));
         Ok(messages.map(|m| m.number).collect())
     }
 
     /// The publishes that RabbitMQ did not confirm in time, by message and retry; it may deliver them all the
     /// same. They are recognised by their delay, which is the only one without jitter.
     pub async fn unconfirmed(&self) -> anyhow::Result<HashSet<(usize, i32)>> {
-        let sql = "SELECT q.original_payload, e.retry_count + 1
+        let sql = "SELECT substring(q.original_payload FROM 1 FOR 50), e.retry_count + 1
                    FROM retry_events e JOIN retry_queue q ON q.id = e.task_id
                    WHERE e.event_type = 'deferred' AND e.delay_ms = $1";
         let most = i64::try_from(MAX_DELAY.as_millis())?;
         let found: Vec<(Vec<u8>, i32)> = sqlx::query_as(sql).bind(most).fetch_all(&self.0).await?;
         let of = |(payload, count): &(Vec<u8>, i32)| {
-            Message::of_payload(payload).map(|message| (message.number, *count))
+            Message::of_beginning(payload).map(|message| (message.number, *count))
         };
         Ok(found.iter().filter_map(of).collect())
     }

@@ -1,5 +1,7 @@
 //! Three RabbitMQ nodes, one of which is killed.
 
+use std::sync::Arc;
+
 use anyhow::ensure;
 use devstack::{Postgres, RabbitMq, Stack};
 
@@ -8,7 +10,7 @@ use devstack::{Postgres, RabbitMq, Stack};
 pub struct Cluster {
     // The first field, so that these nodes are stopped before the one whose epmd they use.
     others: Vec<RabbitMq>,
-    pub stack: Stack,
+    pub stack: Arc<Stack>,
 }
 
 impl Cluster {
@@ -28,7 +30,10 @@ impl Cluster {
             "--default-queue-type",
             "quorum",
         ])?;
-        Ok(Self { others, stack })
+        Ok(Self {
+            others,
+            stack: Arc::new(stack),
+        })
     }
 
     pub fn nodes(&self) -> Vec<&RabbitMq> {

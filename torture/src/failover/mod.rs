@@ -37,6 +37,7 @@ use crate::{
     message::{REVIEW, TARGETS},
     post::{Pace, Post, produce},
     rows::Rows,
+    setup,
 };
 use cluster::Cluster;
 use promotion::Promotion;
@@ -56,7 +57,7 @@ enum Site {
 }
 
 impl Site {
-    fn stack(&self) -> &Stack {
+    fn stack(&self) -> &Arc<Stack> {
         match self {
             Self::Cluster(site) => &site.stack,
             Self::Promotion(site) => &site.stack,
@@ -143,6 +144,7 @@ impl Failover {
         rabbitmq.lead_among(&site.brokers());
         let url = rabbitmq.by_way(&stack.rabbitmq.url())?;
 
+        setup::declare_all(&url).await?;
         let ledger = Arc::new(Ledger::new(args.messages));
         let gate = Arc::new(RwLock::new(()));
         let mut consumers = JoinSet::new();
@@ -152,7 +154,9 @@ impl Failover {
             let consumer = Consumer {
                 queue,
                 url: url.clone(),
+                stack: stack.clone(),
                 post: Post::new(&url, &ledger, &gate),
+                gate: gate.clone(),
                 ledger: ledger.clone(),
                 deletions,
                 tricks: Arc::new(Tricks::default()),

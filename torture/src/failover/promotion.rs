@@ -1,6 +1,6 @@
 //! A Postgres with a synchronous standby, which takes its place when it is killed.
 
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use anyhow::Context;
 use devstack::{Stack, Standby};
@@ -8,7 +8,7 @@ use testkit::lock;
 
 /// A RabbitMQ, and a Postgres each commit of which waits for a standby.
 pub struct Promotion {
-    pub stack: Stack,
+    pub stack: Arc<Stack>,
     standby: Mutex<Option<Standby>>,
 }
 
@@ -16,7 +16,7 @@ impl Promotion {
     pub fn start() -> anyhow::Result<Self> {
         let stack = Stack::start_temporary("promotion")?;
         let site = Self {
-            stack,
+            stack: Arc::new(stack),
             standby: Mutex::default(),
         };
         site.follow()?;

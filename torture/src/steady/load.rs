@@ -22,12 +22,9 @@ use super::{
     parcel::{Fate, LETTERS, Parcel},
 };
 use crate::{
-    message::{INTAKE, REVIEW},
+    message::{DEAD_LETTERS, INTAKE, REVIEW},
     post::open,
 };
-
-/// The queue to which messages rejected from [`LETTERS`] are dead-lettered.
-pub const DEAD_LETTERS: &str = "torture.dead-letters";
 
 const PREFETCH: u16 = 200;
 

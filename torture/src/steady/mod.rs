@@ -25,18 +25,15 @@ use tokio::{
 
 use crate::{
     Args,
-    instance::{DATABASE, Slot, until_ready},
+    instance::{DATABASE, POOL, Slot, until_ready},
     ledger::Verdict,
     message::{REVIEW, TARGETS},
     rows::Rows,
 };
-use load::{DEAD_LETTERS, consume, produce};
+use load::{consume, produce};
 use oracle::Oracle;
 use parcel::{LETTERS, LONGEST_MS};
 use sample::Samples;
-
-/// The `DATABASE_POOL_SIZE` of each instance.
-const POOL: u32 = 8;
 
 /// How long the last messages may take to come back. No producer asks for a wait of more than a minute.
 const SETTLING: Duration = Duration::from_secs(180);
@@ -194,8 +191,6 @@ fn warm_up(time: Duration) -> Duration {
 fn settings(time: Duration) -> Vec<(&'static str, String)> {
     let hours = |time: Duration| (time.as_secs_f64() / 3600.0).to_string();
     vec![
-        ("DEAD_LETTER_QUEUE", DEAD_LETTERS.into()),
-        ("DATABASE_POOL_SIZE", POOL.to_string()),
         ("DATABASE_TIMEOUT_MS", "15000".into()),
         ("CONFIRM_TIMEOUT_MS", "10000".into()),
         ("BROKER_TIMEOUT_MS", "5000".into()),
