@@ -47,6 +47,7 @@ pub struct RabbitMq {
     directory: PathBuf,
     node: String,
     temporary: bool,
+    with_management: bool,
     ports: Ports,
     server: Service,
     epmd: Service,
@@ -59,6 +60,8 @@ struct Ports {
     amqp: u16,
     distribution: u16,
     epmd: u16,
+    /// Unused unless the management plugin is enabled.
+    management: u16,
 }
 
 impl RabbitMq {
@@ -80,14 +83,31 @@ impl RabbitMq {
             durable: false,
             quiet: true,
         };
-        Self::start_with(&options, true, programs)
+        Self::start_with(&options, true, false, programs)
+    }
+
+    /// Does what [`RabbitMq::start_temporary`] does, and enables the management plugin, which makes
+    /// the start a few seconds slower.
+    pub fn start_temporary_with_management(name: &str) -> Result<Self> {
+        let options = Options {
+            dir: temporary_directory(name).join("rabbitmq"),
+            durable: false,
+            quiet: true,
+        };
+        Self::start_with(&options, true, true, RabbitMqPrograms::find_or_install()?)
     }
 
     pub(crate) fn start_in(options: &Options, temporary: bool) -> Result<Self> {
-        Self::start_with(options, temporary, RabbitMqPrograms::find_or_install()?)
+        let programs = RabbitMqPrograms::find_or_install()?;
+        Self::start_with(options, temporary, false, programs)
     }
 
-    fn start_with(options: &Options, temporary: bool, programs: RabbitMqPrograms) -> Result<Self> {
+    fn start_with(
+        options: &Options,
+        temporary: bool,
+        with_management: bool,
+        programs: RabbitMqPrograms,
+    ) -> Result<Self> {
         let started = Instant::now();
         let directory = options.dir.clone();
         fs::create_dir_all(directory.join("conf.d"))
@@ -118,7 +138,12 @@ impl RabbitMq {
         .context("Failed to write rabbitmq.conf")?;
         fs::write(directory.join("advanced.config"), "[].\n")
             .context("Failed to write advanced.config")?;
-        fs::write(directory.join("enabled_plugins"), "[].\n")
+        let plugins = if with_management {
+            "[rabbitmq_management].\n"
+        } else {
+            "[].\n"
+        };
+        fs::write(directory.join("enabled_plugins"), plugins)
             .context("Failed to write enabled_plugins")?;
         write_cookie(&directory)?;
 
@@ -126,29 +151,34 @@ impl RabbitMq {
             amqp: 0,
             distribution: 0,
             epmd: 0,
+            management: 0,
         };
         let mut rabbitmq = Self {
             programs,
             directory,
             node,
             temporary,
+            with_management,
             ports,
             server,
             epmd,
             _lock: lock,
         };
         for attempt in 0..ATTEMPTS {
-            let [amqp, distribution, epmd] = ports::free(seed.wrapping_add(attempt * 7))?;
+            let [amqp, distribution, epmd, management] =
+                ports::free(seed.wrapping_add(attempt * 7))?;
             rabbitmq.ports = Ports {
                 amqp,
                 distribution,
                 epmd,
+                management,
             };
+            rabbitmq.configure_management()?;
             match rabbitmq.start_epmd().and_then(|()| rabbitmq.start_again()) {
                 Ok(()) => break,
                 Err(error) => {
                     rabbitmq.epmd.kill()?;
-                    let lost = [amqp, distribution, epmd]
+                    let lost = [amqp, distribution, epmd, management]
                         .iter()
                         .any(|&port| !ports::is_free(port));
                     if !lost || attempt + 1 == ATTEMPTS {
@@ -165,6 +195,19 @@ impl RabbitMq {
             );
         }
         Ok(rabbitmq)
+    }
+
+    /// Tells the management plugin its port, if it is enabled.
+    fn configure_management(&self) -> Result<()> {
+        if !self.with_management {
+            return Ok(());
+        }
+        let listener = format!(
+            "management.tcp.ip = 127.0.0.1\nmanagement.tcp.port = {}\n",
+            self.ports.management
+        );
+        fs::write(self.directory.join("conf.d/10-management.conf"), listener)
+            .context("Failed to write the management plugin's configuration")
     }
 
     /// Starts epmd as a process that we can stop. If it did not run, Erlang would start one itself,
@@ -286,6 +329,12 @@ impl RabbitMq {
     /// The URL of the virtual host `/`.
     pub fn url(&self) -> String {
         format!("amqp://guest:guest@127.0.0.1:{}/%2f", self.ports.amqp)
+    }
+
+    /// The URL of the management API, if [`RabbitMq::start_temporary_with_management`] was used.
+    pub fn management_url(&self) -> Option<String> {
+        self.with_management
+            .then(|| format!("http://127.0.0.1:{}", self.ports.management))
     }
 
     /// The AMQP port on 127.0.0.1. [`RabbitMq::start_again`] keeps it.
