@@ -16,6 +16,7 @@ use crate::{
     broker::Broker,
     config::Settings,
     dispatcher::{Dispatcher, DryRun, Wake},
+    doctor::Doctor,
     domain::policy::{Jitter, Policy, PolicyBook},
     http::Pages,
     intake::{Intake, Recorder},
@@ -154,6 +155,13 @@ impl App {
                 events: settings.retain_events,
             },
         };
+        let doctor = Doctor::new(
+            settings.clone(),
+            self.book.clone(),
+            self.broker.clone(),
+            self.store.clone(),
+            Vec::new(),
+        );
         let mut parts = JoinSet::new();
         let migrate = settings.migrate_on_start;
         let store = self.store.clone();
@@ -162,6 +170,10 @@ impl App {
         parts.spawn(async move {
             if migrate && !migrated(&store, &token).await {
                 return;
+            }
+            // It only logs: it is no part, and nothing waits for it.
+            if let Ok(doctor) = doctor {
+                tokio::spawn(doctor.at_start(token.clone()));
             }
             let mut loops = JoinSet::new();
             for intake in intakes {

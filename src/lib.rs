@@ -10,6 +10,7 @@
 //! - [`intake`]: the loop that stores arriving failures
 //! - [`dispatcher`]: the loop that sends due tasks back, or to review
 //! - [`janitor`]: the loop that removes what is too old
+//! - [`doctor`]: whether a set-up can lose messages
 //! - [`observe`]: metrics, health, the log
 //! - [`http`] and [`cli`]: the surfaces
 //! - [`app`]: builds the parts, runs them and stops them
@@ -30,6 +31,7 @@ pub mod broker;
 pub mod cli;
 pub mod config;
 pub mod dispatcher;
+pub mod doctor;
 pub mod domain;
 pub mod http;
 pub mod intake;

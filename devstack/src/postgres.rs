@@ -74,15 +74,23 @@ impl Postgres {
 
     /// Starts an empty Postgres. Its directory is temporary and deleted when it has stopped.
     pub fn start_temporary(name: &str) -> Result<Self> {
+        Self::start_temporary_as(name, false)
+    }
+
+    /// Does what [`Postgres::start_temporary`] does, with the settings of a server whose data must
+    /// survive a crash of the machine.
+    pub fn start_temporary_durable(name: &str) -> Result<Self> {
+        Self::start_temporary_as(name, true)
+    }
+
+    fn start_temporary_as(name: &str, durable: bool) -> Result<Self> {
         let dir = temporary_directory(name).join("postgres");
-        Self::start_in(
-            &Options {
-                dir,
-                durable: false,
-                quiet: true,
-            },
-            true,
-        )
+        let options = Options {
+            dir,
+            durable,
+            quiet: true,
+        };
+        Self::start_in(&options, true)
     }
 
     pub(crate) fn start_in(options: &Options, temporary: bool) -> Result<Self> {

@@ -197,16 +197,23 @@ impl RabbitMq {
         Ok(rabbitmq)
     }
 
-    /// Tells the management plugin its port, if it is enabled.
+    /// Configures the management plugin, if it is enabled.
     fn configure_management(&self) -> Result<()> {
         if !self.with_management {
             return Ok(());
         }
-        let listener = format!(
-            "management.tcp.ip = 127.0.0.1\nmanagement.tcp.port = {}\n",
+        // The plugin knows what is gathered at these intervals, five seconds each by default.
+        let configuration = format!(
+            "management.tcp.ip = 127.0.0.1\nmanagement.tcp.port = {}\n\
+             collect_statistics_interval = 1000\n",
             self.ports.management
         );
-        fs::write(self.directory.join("conf.d/10-management.conf"), listener)
+        let quorum = "[{rabbit, [{quorum_tick_interval, 1000}]}].\n";
+        fs::write(self.directory.join("advanced.config"), quorum)
+            .and_then(|()| {
+                let path = self.directory.join("conf.d/10-management.conf");
+                fs::write(path, configuration)
+            })
             .context("Failed to write the management plugin's configuration")
     }
 

@@ -4,6 +4,10 @@
 //! that owns it builds a new one. Every wait for the broker has a deadline.
 
 mod bindings;
+mod dial;
+mod greeting;
+mod inspect;
+mod management;
 mod publisher;
 mod subscription;
 
@@ -22,13 +26,16 @@ use lapin::{
         QueueDeclareOptions,
     },
     types::{FieldTable, LongString, ShortString},
-    uri::AMQPUri,
+    uri::{AMQPScheme, AMQPUri},
 };
 use secrecy::ExposeSecret;
 use tokio::time::timeout;
 use tracing::info;
 
 use bindings::Bindings;
+pub use greeting::Greeting;
+pub use inspect::{Inspector, Seen, Taken};
+pub use management::{ApiError, Binding, ExchangeFacts, Management, Node, Overview, QueueFacts};
 pub use publisher::{Fault, Outcome, Publisher};
 pub use subscription::{Delivery, Subscription};
 
@@ -136,7 +143,8 @@ impl Broker {
         let connection = self.connect("dispatch").await?;
         self.ensure_queue(&connection, &short(review)?).await?;
         let channel = self.confirming(&connection).await?;
-        self.prove_publishing(&channel).await?;
+        self.prove_publishing(&channel, &ShortString::default())
+            .await?;
         Ok(Publisher {
             broker: self.clone(),
             bindings: Bindings::new(self)?,
@@ -159,13 +167,17 @@ impl Broker {
     /// alarm the broker reads nothing, says so only to connections that publish, and later
     /// delivers all that it was sent. This probe finds that out before a batch of real
     /// messages does.
-    async fn prove_publishing(&self, channel: &Channel) -> Result<(), BrokerError> {
+    async fn prove_publishing(
+        &self,
+        channel: &Channel,
+        exchange: &ShortString,
+    ) -> Result<(), BrokerError> {
         let nowhere = format!("{}.probe.{}", self.name, uuid::Uuid::new_v4());
         let confirm = self
             .answer(
                 "basic.publish",
                 channel.basic_publish(
-                    ShortString::default(),
+                    exchange.clone(),
                     short(&nowhere)?,
                     BasicPublishOptions::default(),
                     b"",
@@ -239,6 +251,10 @@ impl Broker {
         self.ensure_queue(&connection, &short(queue)?).await?;
         close(&connection, self.timeout).await;
         Ok(())
+    }
+
+    fn is_encrypted(&self) -> bool {
+        matches!(self.uri.scheme, AMQPScheme::AMQPS)
     }
 
     async fn answer<T>(

@@ -4,6 +4,7 @@
 //! - [`idempotency`]: which failures were applied already
 //! - [`dispatch`]: claim what is due, settle it, ask when to look again
 //! - [`maintenance`]: what the gauges show, and what is too old to keep
+//! - [`inspect`]: what a server says of itself, for `doctor`
 //!
 //! They share `tx` (a transaction), `batch` (the columns of a batch of failures), `events`
 //! (the columns of history) and `statement` (a statement as a value). Time is Postgres's throughout: durations come in, moments are made here.
@@ -14,6 +15,7 @@ pub mod dispatch;
 mod error;
 mod events;
 pub mod idempotency;
+pub mod inspect;
 pub mod maintenance;
 mod statement;
 mod tx;
@@ -83,6 +85,13 @@ pub static STATEMENTS: &[&Statement] = &[
     &maintenance::REMOVE_TASKS,
     &maintenance::REMOVE_EVENTS,
     &maintenance::REMOVE_KEYS,
+    &inspect::SERVER,
+    &inspect::TABLES,
+    &inspect::MIGRATED,
+    &inspect::NEWEST_TASK,
+    &inspect::FIND_PROBE,
+    &inspect::HURRY_PROBE,
+    &inspect::REMOVE_PROBE,
 ];
 
 /// The database, shared by all parts of one instance.

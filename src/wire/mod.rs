@@ -6,11 +6,13 @@
 
 mod decode;
 pub mod headers;
+mod probe;
 mod republish;
 mod request;
 mod review;
 
 pub use decode::{Arrived, Rules, Source, decode};
+pub use probe::{is_probe, probe, probe_again};
 pub use republish::{Outgoing, republish, retry_id, with_bcc};
 pub use request::request;
 pub use review::{ReviewFormat, review};

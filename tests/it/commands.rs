@@ -66,6 +66,7 @@ async fn help_names_every_command() {
         "serve",
         "migrate",
         "check-config",
+        "doctor",
         "probe",
         "send",
         "idempotency",
