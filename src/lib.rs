@@ -19,8 +19,8 @@
 //! or RabbitMQ, and [`plant`], which holds bugs and deaths on purpose for the torture
 //! campaign.
 //!
-//! Data flows one way, and so do imports: app and cli use everything; the loops and http
-//! use store, broker and observe; these use config, which uses wire, which uses domain.
+//! Data flows one way, and so do imports: app and cli use everything; the loops, doctor and
+//! http use store, broker and observe; these use config, which uses wire, which uses domain.
 //! One loop knows of another: intake tells the dispatcher's `Wake` what it has stored.
 //! `ARCHITECTURE.md` walks one message from end to end, lists what always holds, and
 //! has the glossary.

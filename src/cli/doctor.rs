@@ -25,7 +25,8 @@ Each finding is one line with its cure:
   ok       as it should be
 
 Queue arguments, policies and bindings are told only by RabbitMQ's management API, with the user
-of RABBITMQ_URL, who needs the tag monitoring: see RABBITMQ_MANAGEMENT_URL.
+of RABBITMQ_URL, who needs the tag monitoring: see RABBITMQ_MANAGEMENT_URL. What it tells may be
+some seconds old.
 
 It changes nothing, but for what the service itself would do: it declares the exchange by which
 republished messages keep their routing key, and binds the queues of --queue to it.
@@ -54,7 +55,7 @@ pub(super) struct Doctor {
 
 impl Doctor {
     pub(super) async fn run(self, settings: Result<Settings, ConfigError>) -> ExitCode {
-        match self.examine(settings).await {
+        match Box::pin(self.examine(settings)).await {
             Ok(report) => {
                 match serde_json::to_string_pretty(&report) {
                     Ok(json) if self.json => println!("{json}"),

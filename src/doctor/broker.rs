@@ -249,9 +249,16 @@ impl Doctor {
     ) -> Result<Vec<Finding>, ApiError> {
         let deadline = Instant::now() + patience;
         let mut told = Vec::new();
+        let mut findings = Vec::new();
         let mut topology = Topology::default();
         for (role, queue) in self.all_queues() {
             let Some(mut facts) = self.policies_told(&queue, deadline).await? else {
+                if look.get(&queue).is_some_and(Option::is_some) {
+                    let fact = "exists, but the management API does not know it";
+                    let cure = "see whether RABBITMQ_MANAGEMENT_URL is that of the same broker";
+                    let subject = role.subject(&queue);
+                    findings.push(Finding::new(Grade::Unknown, subject, fact, cure));
+                }
                 continue;
             };
             // The API's numbers are some seconds old.
@@ -280,10 +287,10 @@ impl Doctor {
                 self.explore(&mut topology, exchange, &keys).await?;
             }
         }
-        let judged = told
-            .iter()
-            .flat_map(|told| told.examined(&topology, around).judge());
-        Ok(judged.collect())
+        for told in &told {
+            findings.extend(told.examined(&topology, around).judge());
+        }
+        Ok(findings)
     }
 
     /// A queue with the policies that apply to it, for which it waits until the deadline.

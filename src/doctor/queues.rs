@@ -53,6 +53,9 @@ pub(super) struct Surroundings {
 /// told otherwise.
 const DEFAULT_DELIVERY_LIMIT: i64 = 20;
 
+/// What a quorum queue needs to hand dead letters over at least once, in a policy.
+const AT_LEAST_ONCE: &str = r#""dead-letter-strategy":"at-least-once","overflow":"reject-publish""#;
+
 /// A queue and all that decides over its messages.
 pub(super) struct Examined<'a> {
     pub role: Role,
@@ -221,10 +224,7 @@ impl Examined<'_> {
                 None => format!("{}.dead", self.facts.name),
             },
         };
-        let definition = format!(
-            r#"{{"dead-letter-exchange":"","dead-letter-routing-key":{}}}"#,
-            Value::from(target)
-        );
+        let definition = self.dead_letters_to(&target);
         let cure = match death {
             Death::Dropped => self.by_policy(&definition, "dead-letter-exchange"),
             Death::NoExchange(name) => {
@@ -281,10 +281,7 @@ impl Examined<'_> {
                 findings.push(self.finding(Grade::Problem, &fact, &cure));
             }
             Death::Dropped => {
-                let definition = format!(
-                    r#"{{"dead-letter-exchange":"","dead-letter-routing-key":{}}}"#,
-                    Value::from(ours[0].as_str())
-                );
+                let definition = self.dead_letters_to(&ours[0]);
                 let fact = "what its consumers reject is dropped: it has no dead-letter exchange";
                 let cure = self.by_policy(&definition, "dead-letter-exchange");
                 findings.push(self.finding(Grade::Problem, fact, &cure));
@@ -308,8 +305,8 @@ impl Examined<'_> {
                 "hands dead letters over at most once: one that dies while its target or a node is away is lost"
             }
         };
-        let definition = r#"{"dead-letter-strategy":"at-least-once","overflow":"reject-publish"}"#;
-        let cure = self.by_policy(definition, "dead-letter-strategy");
+        let definition = format!("{{{AT_LEAST_ONCE}}}");
+        let cure = self.by_policy(&definition, "dead-letter-strategy");
         findings.push(self.finding(Grade::Warning, fact, &cure));
     }
 
@@ -503,6 +500,16 @@ impl Examined<'_> {
             "rabbitmqctl set_policy{vhost} {name} '^{}$' '{definition}' --apply-to queues",
             escaped(&self.facts.name)
         )
+    }
+
+    /// The definition of a policy by which dead letters go to `target`.
+    fn dead_letters_to(&self, target: &str) -> String {
+        let safely = match self.facts.kind.as_str() {
+            "quorum" => format!(",{AT_LEAST_ONCE}"),
+            _ => String::new(),
+        };
+        let target = Value::from(target);
+        format!(r#"{{"dead-letter-exchange":"","dead-letter-routing-key":{target}{safely}}}"#)
     }
 
     fn bind_cure(&self) -> String {
@@ -731,7 +738,9 @@ mod tests {
         assert_eq!(
             cure,
             "rabbitmqctl set_policy orders '^orders$' \
-             '{\"dead-letter-exchange\":\"\",\"dead-letter-routing-key\":\"review\"}' --apply-to queues"
+             '{\"dead-letter-exchange\":\"\",\"dead-letter-routing-key\":\"review\",\
+             \"dead-letter-strategy\":\"at-least-once\",\"overflow\":\"reject-publish\"}' \
+             --apply-to queues"
         );
         let mut governed = bare.clone();
         governed.policy = Some("all".into());
