@@ -16,6 +16,7 @@ use crate::{
     broker::Broker,
     config::Settings,
     dispatcher::{Dispatcher, DryRun, Wake},
+    doctor::Doctor,
     domain::policy::{Jitter, Policy, PolicyBook},
     http::Pages,
     intake::{Intake, Loops, Recorder},
@@ -173,6 +174,13 @@ impl App {
             migrate: settings.migrate_on_start,
             waiting: waiting.collect(),
         };
+        let doctor = Doctor::new(
+            settings.clone(),
+            self.book.clone(),
+            self.broker.clone(),
+            self.store.clone(),
+            Vec::new(),
+        );
         let mut parts = JoinSet::new();
         self.serve_http(&mut parts, health, cancelled);
         let token = cancelled.clone();
@@ -180,6 +188,10 @@ impl App {
             let Some(kept) = start.done(&token).await? else {
                 return Ok(());
             };
+            // It only logs: it is no part, and nothing waits for it.
+            if let Ok(doctor) = doctor {
+                tokio::spawn(doctor.at_start(token.clone()));
+            }
             let mut loops = JoinSet::new();
             for intake in intakes {
                 loops.spawn(unfailing(intake.run(token.clone())));

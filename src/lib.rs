@@ -11,6 +11,7 @@
 //! - [`dispatcher`]: the loop that sends due tasks back, or to review
 //! - [`janitor`]: the loop that removes what is too old
 //! - [`place`]: which broker, virtual host and intake queue the database belongs to
+//! - [`doctor`]: whether a set-up can lose messages
 //! - [`observe`]: metrics, health, the log
 //! - [`http`] and [`cli`]: the surfaces
 //! - [`app`]: builds the parts, runs them and stops them
@@ -19,8 +20,8 @@
 //! or RabbitMQ, and [`plant`], which holds bugs and deaths on purpose for the torture
 //! campaign.
 //!
-//! Data flows one way, and so do imports: app and cli use everything; the loops and http
-//! use store, broker and observe; these use config, which uses wire, which uses domain.
+//! Data flows one way, and so do imports: app and cli use everything; the loops, doctor and
+//! http use store, broker and observe; these use config, which uses wire, which uses domain.
 //! One loop knows of another: intake tells the dispatcher's `Wake` what it has stored.
 //! `ARCHITECTURE.md` walks one message from end to end, lists what always holds, and
 //! has the glossary.
@@ -31,6 +32,7 @@ pub mod broker;
 pub mod cli;
 pub mod config;
 pub mod dispatcher;
+pub mod doctor;
 pub mod domain;
 pub mod http;
 pub mod intake;

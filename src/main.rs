@@ -14,7 +14,7 @@ fn main() -> ExitCode {
         .map_err(Into::into)
         .and_then(|runtime| runtime.block_on(cli.run()));
     match outcome {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(status) => status,
         Err(e) => {
             eprintln!("retry-scheduler: {e:#}");
             ExitCode::FAILURE

@@ -74,15 +74,25 @@ impl Postgres {
 
     /// Starts an empty Postgres. Its directory is temporary and deleted when it has stopped.
     pub fn start_temporary(name: &str) -> Result<Self> {
-        Self::start_temporary_with(name, PostgresPrograms::find_or_install()?)
+        Self::start_temporary_with(name, false, PostgresPrograms::find_or_install()?)
+    }
+
+    /// Does what [`Postgres::start_temporary`] does, with the settings of a server whose data must
+    /// survive a crash of the machine.
+    pub fn start_temporary_durable(name: &str) -> Result<Self> {
+        Self::start_temporary_with(name, true, PostgresPrograms::find_or_install()?)
     }
 
     /// Does what [`Postgres::start_temporary`] does, with these programs.
-    pub fn start_temporary_with(name: &str, programs: PostgresPrograms) -> Result<Self> {
+    pub fn start_temporary_of(name: &str, programs: PostgresPrograms) -> Result<Self> {
+        Self::start_temporary_with(name, false, programs)
+    }
+
+    fn start_temporary_with(name: &str, durable: bool, programs: PostgresPrograms) -> Result<Self> {
         let dir = temporary_directory(name).join("postgres");
         let options = Options {
             dir,
-            durable: false,
+            durable,
             quiet: true,
         };
         Self::start_with(&options, true, programs)

@@ -50,6 +50,7 @@ pub struct RabbitMq {
     directory: PathBuf,
     node: String,
     temporary: bool,
+    with_management: bool,
     ports: Ports,
     server: Service,
     /// `None` if the node uses that of another one.
@@ -58,11 +59,30 @@ pub struct RabbitMq {
     _lock: Lock,
 }
 
+/// What kind of node is started.
+#[derive(Clone, Copy)]
+struct Kind<'a> {
+    temporary: bool,
+    with_management: bool,
+    /// The node whose epmd and cookie are used, so that the two find and trust each other.
+    first: Option<&'a RabbitMq>,
+}
+
+impl Kind<'_> {
+    const TEMPORARY: Self = Self {
+        temporary: true,
+        with_management: false,
+        first: None,
+    };
+}
+
 #[derive(Clone, Copy, Debug)]
 struct Ports {
     amqp: u16,
     distribution: u16,
     epmd: u16,
+    /// Unused unless the management plugin is enabled.
+    management: u16,
 }
 
 impl RabbitMq {
@@ -85,7 +105,7 @@ impl RabbitMq {
             durable: false,
             quiet: true,
         };
-        Self::start_with(&options, true, programs, None)
+        Self::start_with(&options, Kind::TEMPORARY, programs)
     }
 
     /// Starts another node and makes it a member of the cluster of this one. Its directory is
@@ -96,7 +116,11 @@ impl RabbitMq {
             durable: false,
             quiet: true,
         };
-        let node = Self::start_with(&options, true, self.programs.clone(), Some(self))?;
+        let kind = Kind {
+            first: Some(self),
+            ..Kind::TEMPORARY
+        };
+        let node = Self::start_with(&options, kind, self.programs.clone())?;
         for command in [
             &["stop_app"][..],
             &["join_cluster", &self.node],
@@ -107,18 +131,36 @@ impl RabbitMq {
         Ok(node)
     }
 
-    pub(crate) fn start_in(options: &Options, temporary: bool) -> Result<Self> {
-        let programs = RabbitMqPrograms::find_or_install()?;
-        Self::start_with(options, temporary, programs, None)
+    /// Does what [`RabbitMq::start_temporary`] does, and enables the management plugin, which makes
+    /// the start a few seconds slower.
+    pub fn start_temporary_with_management(name: &str) -> Result<Self> {
+        let options = Options {
+            dir: temporary_directory(name).join("rabbitmq"),
+            durable: false,
+            quiet: true,
+        };
+        let kind = Kind {
+            with_management: true,
+            ..Kind::TEMPORARY
+        };
+        Self::start_with(&options, kind, RabbitMqPrograms::find_or_install()?)
     }
 
-    /// `first` is the node whose epmd and cookie are used, so that the two find and trust each other.
-    fn start_with(
-        options: &Options,
-        temporary: bool,
-        programs: RabbitMqPrograms,
-        first: Option<&Self>,
-    ) -> Result<Self> {
+    pub(crate) fn start_in(options: &Options, temporary: bool) -> Result<Self> {
+        let programs = RabbitMqPrograms::find_or_install()?;
+        let kind = Kind {
+            temporary,
+            ..Kind::TEMPORARY
+        };
+        Self::start_with(options, kind, programs)
+    }
+
+    fn start_with(options: &Options, kind: Kind<'_>, programs: RabbitMqPrograms) -> Result<Self> {
+        let Kind {
+            temporary,
+            with_management,
+            first,
+        } = kind;
         let started = Instant::now();
         let directory = options.dir.clone();
         fs::create_dir_all(directory.join("conf.d"))
@@ -151,7 +193,12 @@ impl RabbitMq {
         .context("Failed to write rabbitmq.conf")?;
         fs::write(directory.join("advanced.config"), "[].\n")
             .context("Failed to write advanced.config")?;
-        fs::write(directory.join("enabled_plugins"), "[].\n")
+        let plugins = if with_management {
+            "[rabbitmq_management].\n"
+        } else {
+            "[].\n"
+        };
+        fs::write(directory.join("enabled_plugins"), plugins)
             .context("Failed to write enabled_plugins")?;
         match first {
             Some(first) => fs::copy(first.directory.join(COOKIE), directory.join(COOKIE))
@@ -164,25 +211,29 @@ impl RabbitMq {
             amqp: 0,
             distribution: 0,
             epmd: 0,
+            management: 0,
         };
         let mut rabbitmq = Self {
             programs,
             directory,
             node,
             temporary,
+            with_management,
             ports,
             server,
             epmd,
             _lock: lock,
         };
         for attempt in 0..ATTEMPTS {
-            let own: [u16; 3] = ports::free(seed.wrapping_add(attempt * 7))?;
-            let [amqp, distribution, epmd] = own;
+            let own: [u16; 4] = ports::free(seed.wrapping_add(attempt * 7))?;
+            let [amqp, distribution, epmd, management] = own;
             rabbitmq.ports = Ports {
                 amqp,
                 distribution,
                 epmd: first.map_or(epmd, |first| first.ports.epmd),
+                management,
             };
+            rabbitmq.configure_management()?;
             match rabbitmq.start_epmd().and_then(|()| rabbitmq.start_again()) {
                 Ok(()) => break,
                 Err(error) => {
@@ -202,6 +253,26 @@ impl RabbitMq {
             );
         }
         Ok(rabbitmq)
+    }
+
+    /// Configures the management plugin, if it is enabled.
+    fn configure_management(&self) -> Result<()> {
+        if !self.with_management {
+            return Ok(());
+        }
+        // The plugin knows what is gathered at these intervals, five seconds each by default.
+        let configuration = format!(
+            "management.tcp.ip = 127.0.0.1\nmanagement.tcp.port = {}\n\
+             collect_statistics_interval = 1000\n",
+            self.ports.management
+        );
+        let quorum = "[{rabbit, [{quorum_tick_interval, 1000}]}].\n";
+        fs::write(self.directory.join("advanced.config"), quorum)
+            .and_then(|()| {
+                let path = self.directory.join("conf.d/10-management.conf");
+                fs::write(path, configuration)
+            })
+            .context("Failed to write the management plugin's configuration")
     }
 
     /// Starts epmd as a process that we can stop. If it did not run, Erlang would start one itself,
@@ -326,6 +397,12 @@ impl RabbitMq {
     /// The URL of the virtual host `/`.
     pub fn url(&self) -> String {
         format!("amqp://guest:guest@127.0.0.1:{}/%2f", self.ports.amqp)
+    }
+
+    /// The URL of the management API, if [`RabbitMq::start_temporary_with_management`] was used.
+    pub fn management_url(&self) -> Option<String> {
+        self.with_management
+            .then(|| format!("http://127.0.0.1:{}", self.ports.management))
     }
 
     /// The AMQP port on 127.0.0.1. [`RabbitMq::start_again`] keeps it.

@@ -59,7 +59,7 @@ pub(super) struct Bindings {
 impl Bindings {
     pub(super) fn new(broker: &Broker) -> Result<Self, BrokerError> {
         Ok(Self {
-            exchange: short(&format!("{}.republish", broker.name))?,
+            exchange: short(&exchange_name(&broker.name))?,
             channel: None,
             bound: HashSet::new(),
             refused: broker.binding_refused.clone(),
@@ -85,7 +85,7 @@ impl Bindings {
         if by_name || self.refused.load(Ordering::Relaxed) {
             return Ok(Way::ByName);
         }
-        let key = Uuid::new_v5(&BINDINGS, queue.as_bytes()).to_string();
+        let key = binding_key(queue);
         if self.bound.contains(queue) {
             return Ok(Way::ByKey(key));
         }
@@ -140,6 +140,23 @@ impl Bindings {
         self.bound.remove(queue);
     }
 
+    /// Does what a republish with a key of its own needs: declares our exchange, binds these
+    /// queues to it, and publishes to it what no queue receives.
+    pub(super) async fn try_out(
+        &mut self,
+        broker: &Broker,
+        connection: &Connection,
+        queues: &[String],
+    ) -> Result<(), BrokerError> {
+        self.opened(broker, connection).await?;
+        for queue in queues {
+            let key = binding_key(queue);
+            self.bind(broker, connection, queue, &key).await?;
+        }
+        let channel = broker.confirming(connection).await?;
+        broker.prove_publishing(&channel, &self.exchange).await
+    }
+
     async fn bind(
         &mut self,
         broker: &Broker,
@@ -147,25 +164,7 @@ impl Bindings {
         queue: &str,
         key: &str,
     ) -> Result<(), BrokerError> {
-        let channel = match &self.channel {
-            Some(channel) if channel.status().connected() => channel.clone(),
-            _ => {
-                let channel = broker
-                    .answer("channel.open", connection.create_channel())
-                    .await?;
-                let declare = channel.exchange_declare(
-                    self.exchange.clone(),
-                    ExchangeKind::Direct,
-                    ExchangeDeclareOptions {
-                        durable: true,
-                        ..ExchangeDeclareOptions::default()
-                    },
-                    FieldTable::default(),
-                );
-                broker.answer("exchange.declare", declare).await?;
-                self.channel.insert(channel).clone()
-            }
-        };
+        let channel = self.opened(broker, connection).await?;
         let bind = channel.queue_bind(
             short(queue)?,
             self.exchange.clone(),
@@ -175,4 +174,41 @@ impl Bindings {
         );
         broker.answer("queue.bind", bind).await
     }
+
+    /// The channel to bind on; our exchange is declared when it is opened.
+    async fn opened(
+        &mut self,
+        broker: &Broker,
+        connection: &Connection,
+    ) -> Result<Channel, BrokerError> {
+        if let Some(channel) = &self.channel
+            && channel.status().connected()
+        {
+            return Ok(channel.clone());
+        }
+        let channel = broker
+            .answer("channel.open", connection.create_channel())
+            .await?;
+        let declare = channel.exchange_declare(
+            self.exchange.clone(),
+            ExchangeKind::Direct,
+            ExchangeDeclareOptions {
+                durable: true,
+                ..ExchangeDeclareOptions::default()
+            },
+            FieldTable::default(),
+        );
+        broker.answer("exchange.declare", declare).await?;
+        Ok(self.channel.insert(channel).clone())
+    }
+}
+
+/// The key by which a queue is bound to our exchange.
+fn binding_key(queue: &str) -> String {
+    Uuid::new_v5(&BINDINGS, queue.as_bytes()).to_string()
+}
+
+/// The name of our exchange.
+pub(super) fn exchange_name(service: &str) -> String {
+    format!("{service}.republish")
 }

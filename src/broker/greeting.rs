@@ -1,7 +1,7 @@
 //! Connects, and learns which broker it is.
 //!
-//! A broker introduces itself in its first frame, `connection.start`, with the name of its
-//! cluster. lapin reads that frame and keeps nothing of it. So lapin gets a stream that
+//! A broker introduces itself in its first frame, `connection.start`, with its version and the
+//! name of its cluster. lapin reads that frame and keeps nothing of it. So lapin gets a stream that
 //! copies the first frame as it is read. Asking on a connection of its own would be simpler,
 //! but behind one address that connection may reach another broker than the next.
 
@@ -31,22 +31,32 @@ const FRAME_HEADER: usize = 7;
 /// Should the first frame be longer than this, it is no broker's.
 const LONGEST_GREETING: usize = 128 * 1024;
 
-/// The name of the broker's cluster, once it has said it.
-type Name = Arc<OnceLock<String>>;
+/// What a broker says of itself; what it does not say is empty.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Greeting {
+    /// The name of the software, `RabbitMQ` as a rule.
+    pub product: String,
+    /// Its version.
+    pub version: String,
+    /// The name of the cluster.
+    pub cluster: String,
+}
 
-/// Connects, and returns the name of the broker's cluster too. It is empty when the broker
-/// does not say it.
+/// The greeting, once it was heard.
+type Heard = Arc<OnceLock<Greeting>>;
+
+/// Connects, and returns the broker's greeting too.
 pub(super) async fn connect(
     uri: AMQPUri,
     properties: ConnectionProperties,
-) -> lapin::Result<(Connection, String)> {
-    let name = Name::default();
+) -> lapin::Result<(Connection, Greeting)> {
+    let heard = Heard::default();
     let reactor = Overhearing {
         tokio: Tokio::current(),
-        name: name.clone(),
+        heard: heard.clone(),
     };
     let runtime = Runtime::new(RuntimeParts::new(Tokio::current(), reactor));
-    let overheard = name.clone();
+    let overheard = heard.clone();
     let connection = Connection::connector(
         uri,
         runtime,
@@ -61,15 +71,15 @@ pub(super) async fn connect(
         properties,
     )
     .await?;
-    let name = name.get().cloned().unwrap_or_default();
-    Ok((connection, name))
+    let greeting = heard.get().cloned().unwrap_or_default();
+    Ok((connection, greeting))
 }
 
 /// The reactor that lapin's connection runs on: tokio's, with streams that are overheard.
 #[derive(Clone, Debug)]
 struct Overhearing {
     tokio: Tokio,
-    name: Name,
+    heard: Heard,
 }
 
 impl Reactor for Overhearing {
@@ -95,8 +105,8 @@ impl Reactor for Overhearing {
         &self,
         address: SocketAddr,
     ) -> impl Future<Output = io::Result<Self::TcpStream>> + Send + 'static {
-        let (stream, name) = (self.tokio.tcp_connect_addr(address), self.name.clone());
-        async move { Ok(Overheard::new(AsyncTcpStream::Plain(stream.await?), name)) }
+        let (stream, heard) = (self.tokio.tcp_connect_addr(address), self.heard.clone());
+        async move { Ok(Overheard::new(AsyncTcpStream::Plain(stream.await?), heard)) }
     }
 }
 
@@ -104,15 +114,15 @@ impl Reactor for Overhearing {
 struct Overheard {
     stream: AsyncTcpStream<<Tokio as Reactor>::TcpStream>,
     greeting: Option<Vec<u8>>,
-    name: Name,
+    heard: Heard,
 }
 
 impl Overheard {
-    fn new(stream: AsyncTcpStream<<Tokio as Reactor>::TcpStream>, name: Name) -> Self {
+    fn new(stream: AsyncTcpStream<<Tokio as Reactor>::TcpStream>, heard: Heard) -> Self {
         Self {
             stream,
             greeting: Some(Vec::new()),
-            name,
+            heard,
         }
     }
 
@@ -123,7 +133,7 @@ impl Overheard {
         greeting.extend_from_slice(bytes);
         match first_frame(greeting) {
             Some(payload) => {
-                let _ = self.name.set(cluster_name(payload).unwrap_or_default());
+                let _ = self.heard.set(greeting_in(payload).unwrap_or_default());
                 self.greeting = None;
             }
             None if greeting.len() > LONGEST_GREETING => self.greeting = None,
@@ -139,14 +149,23 @@ fn first_frame(bytes: &[u8]) -> Option<&[u8]> {
     bytes.get(FRAME_HEADER..FRAME_HEADER.checked_add(size)?)
 }
 
-/// The name of the cluster, if this is a `connection.start` that tells it.
-fn cluster_name(payload: &[u8]) -> Option<String> {
+/// The greeting, if this is a `connection.start`.
+fn greeting_in(payload: &[u8]) -> Option<Greeting> {
     let Ok((_, AMQPClass::Connection(AMQPMethod::Start(start)))) = parse_class(payload) else {
         return None;
     };
     let properties = start.server_properties;
-    let name = properties.inner().get("cluster_name")?;
-    name.as_long_string().map(ToString::to_string)
+    let text = |name| {
+        let value = properties.inner().get(name);
+        value
+            .and_then(|value| value.as_long_string())
+            .map_or_else(String::new, ToString::to_string)
+    };
+    Some(Greeting {
+        product: text("product"),
+        version: text("version"),
+        cluster: text("cluster_name"),
+    })
 }
 
 impl AsyncRead for Overheard {
@@ -217,9 +236,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_greeting_names_nobody() {
+    fn what_is_no_greeting_says_nothing() {
         for payload in [&b""[..], b"\0\x0a\0\x0a", b"\0\x0a\0\x32junk", &[0xFF; 40]] {
-            assert_eq!(cluster_name(payload), None);
+            assert_eq!(greeting_in(payload), None);
         }
     }
 }

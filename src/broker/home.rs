@@ -39,11 +39,11 @@ pub struct Introduction {
 impl Broker {
     /// Connects to learn which broker this is, whether the database belongs to it or not.
     pub async fn introduction(&self) -> Result<Introduction, BrokerError> {
-        let (connection, name) = self.greeted("place").await?;
+        let (connection, greeting) = self.greeted("place").await?;
         Ok(Introduction {
             broker: self.clone(),
             connection,
-            name,
+            name: greeting.cluster,
         })
     }
 

@@ -4,8 +4,11 @@
 //! that owns it builds a new one. Every wait for the broker has a deadline.
 
 mod bindings;
+mod dial;
 mod greeting;
 mod home;
+mod inspect;
+mod management;
 mod marks;
 mod publisher;
 mod sizes;
@@ -26,14 +29,17 @@ use lapin::{
         QueueDeclareOptions,
     },
     types::{FieldTable, LongString, ShortString},
-    uri::AMQPUri,
+    uri::{AMQPScheme, AMQPUri},
 };
 use secrecy::ExposeSecret;
 use tokio::time::timeout;
 use tracing::info;
 
 use bindings::Bindings;
+pub use greeting::Greeting;
 pub use home::{Home, Introduction};
+pub use inspect::{Inspector, Seen, Taken};
+pub use management::{ApiError, Binding, ExchangeFacts, Management, Node, Overview, QueueFacts};
 use marks::Marks;
 pub use publisher::{Fault, Outcome, Publisher};
 use sizes::Sizes;
@@ -126,12 +132,19 @@ impl Broker {
     }
 
     async fn connect(&self, role: &str) -> Result<Connection, BrokerError> {
-        let (connection, name) = self.greeted(role).await?;
-        self.recognise(connection, name).await
+        let (connection, greeting) = self.greeted(role).await?;
+        self.recognise(connection, greeting.cluster).await
     }
 
-    /// A connection, and the name of the broker's cluster.
-    async fn greeted(&self, role: &str) -> Result<(Connection, String), BrokerError> {
+    /// What the broker says of itself.
+    pub async fn greeting(&self) -> Result<Greeting, BrokerError> {
+        let (connection, greeting) = self.greeted("doctor").await?;
+        close(&connection, self.timeout).await;
+        Ok(greeting)
+    }
+
+    /// A connection, and what the broker says of itself.
+    async fn greeted(&self, role: &str) -> Result<(Connection, Greeting), BrokerError> {
         let name = LongString::from(format!("{} {role}", self.name));
         let properties = ConnectionProperties::default().with_connection_name(name);
         self.answer(
@@ -180,7 +193,8 @@ impl Broker {
         self.ensure_queue(&connection, &review).await?;
         self.mark(&connection, &review).await?;
         let channel = self.confirming(&connection).await?;
-        self.prove_publishing(&channel).await?;
+        self.prove_publishing(&channel, &ShortString::default())
+            .await?;
         Ok(Publisher {
             broker: self.clone(),
             bindings: Bindings::new(self)?,
@@ -211,13 +225,17 @@ impl Broker {
     /// alarm the broker reads nothing, says so only to connections that publish, and later
     /// delivers all that it was sent. This probe finds that out before a batch of real
     /// messages does.
-    async fn prove_publishing(&self, channel: &Channel) -> Result<(), BrokerError> {
+    async fn prove_publishing(
+        &self,
+        channel: &Channel,
+        exchange: &ShortString,
+    ) -> Result<(), BrokerError> {
         let nowhere = format!("{}.probe.{}", self.name, uuid::Uuid::new_v4());
         let confirm = self
             .answer(
                 "basic.publish",
                 channel.basic_publish(
-                    ShortString::default(),
+                    exchange.clone(),
                     short(&nowhere)?,
                     BasicPublishOptions::default(),
                     b"",
@@ -291,6 +309,10 @@ impl Broker {
         self.ensure_queue(&connection, &short(queue)?).await?;
         close(&connection, self.timeout).await;
         Ok(())
+    }
+
+    fn is_encrypted(&self) -> bool {
+        matches!(self.uri.scheme, AMQPScheme::AMQPS)
     }
 
     async fn answer<T>(

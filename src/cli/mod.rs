@@ -1,6 +1,7 @@
 //! The command line: the arguments, and one file a command.
 
 mod check_config;
+mod doctor;
 mod idempotency;
 mod import;
 mod move_place;
@@ -8,7 +9,7 @@ mod probe;
 mod send;
 mod serve;
 
-use std::path::PathBuf;
+use std::{path::PathBuf, process::ExitCode};
 
 use clap::{Parser, Subcommand};
 
@@ -66,6 +67,8 @@ enum Command {
     Import(import::From),
     /// Check the settings and the policies, and print them, passwords hidden.
     CheckConfig,
+    /// Tell whether this set-up of RabbitMQ and Postgres can lose messages, and what to do about it.
+    Doctor(doctor::Doctor),
     /// Ask the service running on this machine whether it is ready; exit 1 and say what is down if it is not.
     Probe,
     /// Publish one RetryMessage to the intake queue, as a dead-letter handler would.
@@ -77,18 +80,21 @@ enum Command {
 
 impl Cli {
     /// Reads the settings and does what was asked.
-    pub async fn run(self) -> anyhow::Result<()> {
-        let settings = Settings::load(self.config.as_deref(), |name| std::env::var(name).ok())?;
+    pub async fn run(self) -> anyhow::Result<ExitCode> {
+        let settings = Settings::load(self.config.as_deref(), |name| std::env::var(name).ok());
         match self.command.unwrap_or(Command::Serve { dry_run: false }) {
-            Command::Serve { dry_run } => serve::run(settings, dry_run).await,
-            Command::Migrate => migrate(&settings).await,
-            Command::Move(to) => to.run(&settings).await,
-            Command::Import(from) => from.run(&settings).await,
-            Command::CheckConfig => check_config::run(&settings),
-            Command::Probe => probe::run(&settings).await,
-            Command::Send(send) => send.run(&settings).await,
-            Command::Idempotency(idempotency) => idempotency.run(&settings).await,
+            // It has an exit status of its own for settings that cannot be used.
+            Command::Doctor(doctor) => return Ok(doctor.run(settings).await),
+            Command::Serve { dry_run } => serve::run(settings?, dry_run).await?,
+            Command::Migrate => migrate(&settings?).await?,
+            Command::Move(to) => to.run(&settings?).await?,
+            Command::Import(from) => from.run(&settings?).await?,
+            Command::CheckConfig => check_config::run(&settings?)?,
+            Command::Probe => probe::run(&settings?).await?,
+            Command::Send(send) => send.run(&settings?).await?,
+            Command::Idempotency(idempotency) => idempotency.run(&settings?).await?,
         }
+        Ok(ExitCode::SUCCESS)
     }
 }
 

@@ -25,6 +25,7 @@ pub const SETTINGS: &[Setting] = &[
     setting("HTTP_HOST", "0.0.0.0", "Address the HTTP server listens on."),
     setting("HTTP_PORT", "8086", "Port of the HTTP server; 0 takes any free one."),
     setting("RABBITMQ_URL", "amqp://localhost:5672", "Broker, as `amqp://` or `amqps://`."),
+    setting("RABBITMQ_MANAGEMENT_URL", "", "Management API, asked by `doctor` and at start with RABBITMQ_URL's user; empty: its host, port 15672, or 15671 by https for `amqps://`."),
     setting("RETRY_QUEUE", "retry.scheduled", "Intake queue of RetryMessages; declared durable when absent."),
     setting("MANUAL_REVIEW_QUEUE", "manual-review.pending", "Where messages go that people must look at; declared durable when absent."),
     setting("DEAD_LETTER_QUEUE", "", "Comma-separated queues that DLXs are bound to, whose raw dead letters are retried too; empty: none. Declared durable when absent."),

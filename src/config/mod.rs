@@ -15,6 +15,7 @@ use std::{
 
 use config::Config;
 use secrecy::SecretString;
+use url::Url;
 
 pub use list::{SETTINGS, Setting};
 use values::{Values, key, one_of, read_file};
@@ -43,6 +44,7 @@ pub struct Settings {
     pub http_host: IpAddr,
     pub http_port: u16,
     pub rabbitmq_url: SecretString,
+    pub rabbitmq_management_url: Option<Url>,
     pub retry_queue: String,
     pub manual_review_queue: String,
     pub dead_letter_queues: Vec<String>,
@@ -179,6 +181,7 @@ impl Settings {
             http_host: values.parsed("HTTP_HOST")?,
             http_port: values.parsed("HTTP_PORT")?,
             rabbitmq_url: values.amqp_url("RABBITMQ_URL")?,
+            rabbitmq_management_url: values.management_url("RABBITMQ_MANAGEMENT_URL")?,
             review_format: match values.text("REVIEW_FORMAT")?.as_str() {
                 "json" => ReviewFormat::Json,
                 "protobuf" => ReviewFormat::Protobuf,
@@ -270,6 +273,11 @@ mod tests {
             ("HTTP_HOST", "nowhere"),
             ("RABBITMQ_URL", "localhost"),
             ("RABBITMQ_URL", "http://localhost"),
+            ("RABBITMQ_MANAGEMENT_URL", "localhost:15672"),
+            (
+                "RABBITMQ_MANAGEMENT_URL",
+                "http://me:secret@localhost:15672",
+            ),
             ("DATABASE_URL", "mysql://localhost/x"),
             ("DATABASE_URL", "::"),
             (

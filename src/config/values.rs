@@ -142,6 +142,20 @@ impl Values {
         Ok(url)
     }
 
+    /// An address without a user: the API is asked with the user of RABBITMQ_URL.
+    pub(super) fn management_url(&self, name: &'static str) -> Result<Option<Url>, ConfigError> {
+        if self.optional(name).is_none() {
+            return Ok(None);
+        }
+        let text = self.url(name, &["http", "https"])?;
+        let url = Url::parse(text.expose_secret()).map_err(|e| ConfigError::new(name, e))?;
+        if !url.username().is_empty() || url.password().is_some() {
+            let problem = "must not name a user: the one of RABBITMQ_URL is used";
+            return Err(ConfigError::new(name, problem));
+        }
+        Ok(Some(url))
+    }
+
     /// A URL with one of these schemes. `Broker::new` and `Store::open` check the rest,
     /// before anything is started.
     fn url(&self, name: &'static str, schemes: &[&str]) -> Result<SecretString, ConfigError> {

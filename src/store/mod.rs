@@ -6,6 +6,7 @@
 //! - [`import`]: what waits in another scheduler's table
 //! - [`place`]: which place the database belongs to
 //! - [`maintenance`]: what the gauges show, and what is too old to keep
+//! - [`inspect`]: what a server says of itself, for `doctor`
 //!
 //! `schema` makes the tables. All share `tx` (a transaction), `waits` (what its COMMIT waits for),
 //! `pooler` (whether statements are safe on the way), `batch` (the columns of a batch of failures), `events`
@@ -18,6 +19,7 @@ mod error;
 mod events;
 pub mod idempotency;
 pub mod import;
+pub mod inspect;
 pub mod maintenance;
 pub mod place;
 mod pooler;
@@ -89,6 +91,13 @@ pub static STATEMENTS: &[&Statement] = &[
     &maintenance::REMOVE_TASKS,
     &maintenance::REMOVE_EVENTS,
     &maintenance::REMOVE_KEYS,
+    &inspect::SERVER,
+    &inspect::TABLES,
+    &inspect::MIGRATED,
+    &inspect::NEWEST_TASK,
+    &inspect::FIND_PROBE,
+    &inspect::HURRY_PROBE,
+    &inspect::REMOVE_PROBE,
 ];
 
 /// The database, shared by all parts of one instance.

@@ -11,7 +11,7 @@ use sqlx::{
 
 use super::{Store, Tx, error::Unfit};
 
-static MIGRATIONS: Migrator = sqlx::migrate!();
+pub(super) static MIGRATIONS: Migrator = sqlx::migrate!();
 
 /// The advisory lock that instances hold while they migrate. Any number will do, as
 /// long as only retry-schedulers on the same database use it.

@@ -29,11 +29,12 @@ const PLAN_SETTINGS: &str =
 const CLAIM_SETTINGS: &str = "set_config('enable_sort', 'off', true)";
 
 /// Our tables, as statements name them.
-const TABLES: [&str; 4] = [
+const TABLES: [&str; 5] = [
     "retry_queue",
     "retry_events",
     "idempotency_keys",
     "retry_place",
+    "_sqlx_migrations",
 ];
 
 /// A statement of the store.

@@ -6,12 +6,14 @@
 
 mod decode;
 pub mod headers;
+mod probe;
 mod republish;
 mod request;
 mod review;
 
 pub use decode::{Arrived, Rules, Source, decode, decode_message};
 pub use headers::header_frame_size;
+pub use probe::{is_probe, probe, probe_again};
 pub use republish::{Outgoing, republish, retry_id, with_bcc};
 pub use request::request;
 pub use review::{Envelope, LeftOut, ReviewFormat, review};

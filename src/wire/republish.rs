@@ -140,11 +140,11 @@ pub fn with_bcc(properties: BasicProperties, key: &str) -> BasicProperties {
     properties.with_headers(table)
 }
 
-fn insert(table: &mut FieldTable, name: &str, value: AMQPValue) {
+pub(super) fn insert(table: &mut FieldTable, name: &str, value: AMQPValue) {
     table.insert(name.into(), value);
 }
 
-fn text(value: &str) -> AMQPValue {
+pub(super) fn text(value: &str) -> AMQPValue {
     AMQPValue::LongString(LongString::from(value))
 }
 

@@ -68,6 +68,7 @@ async fn help_names_every_command() {
         "move",
         "import",
         "check-config",
+        "doctor",
         "probe",
         "send",
         "idempotency",

@@ -27,6 +27,7 @@ mod classes;
 mod commands;
 mod containers;
 mod dead_letters;
+mod doctor;
 mod documents;
 mod histories;
 mod inputs;

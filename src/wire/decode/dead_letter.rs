@@ -18,7 +18,7 @@ const FIRST_DEATHS: Uuid = Uuid::from_u128(0x0d7e_51b0_3c1f_4f0a_9f5e_2b86_c1d4_
 
 /// A dead letter that was understood.
 #[derive(Debug)]
-pub(super) struct DeadLetter {
+pub(in crate::wire) struct DeadLetter {
     pub message: RetryMessage,
     /// The producer's own id, of a message that we have not seen before.
     pub producer_id: Option<String>,
@@ -29,7 +29,7 @@ pub(super) struct DeadLetter {
 
 /// How a message died.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Death {
+pub(in crate::wire) enum Death {
     /// A consumer failed: it rejected the message, or lost it too often.
     Failed,
     /// Its time to live in the queue was over.
@@ -39,7 +39,10 @@ pub(super) enum Death {
 }
 
 /// Reads a dead letter.
-pub(super) fn parse(body: &[u8], properties: &BasicProperties) -> Result<DeadLetter, String> {
+pub(in crate::wire) fn parse(
+    body: &[u8],
+    properties: &BasicProperties,
+) -> Result<DeadLetter, String> {
     let headers = properties.headers().as_ref();
     let death = headers
         .and_then(|h| h.inner().get("x-death"))

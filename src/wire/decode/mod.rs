@@ -1,6 +1,6 @@
 //! A delivery from an intake queue becomes a task.
 
-mod dead_letter;
+pub(super) mod dead_letter;
 mod json;
 
 use std::time::Duration;

@@ -12,7 +12,7 @@ pub use bed::{Bed, Running};
 pub use client::{Client, Inbox, Received};
 pub use metrics::Scrape;
 pub use process::Process;
-pub use services::{Breakable, breakable, shared};
+pub use services::{Breakable, breakable, examined, shared};
 
 use std::time::{Duration, Instant};
 

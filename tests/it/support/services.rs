@@ -1,6 +1,6 @@
-//! The Postgres and RabbitMQ that tests use: one pair for all tests, and one to break.
+//! The Postgres and RabbitMQ that tests use: one pair for all tests, one to break, and one to examine.
 
-use std::sync::LazyLock;
+use std::sync::{LazyLock, OnceLock};
 
 use devstack::Stack;
 use tokio::sync::{Mutex, MutexGuard};
@@ -43,4 +43,20 @@ pub async fn breakable() -> Breakable {
     })
     .await
     .expect("the breakable services are there")
+}
+
+/// The pair that `doctor` is tried on: RabbitMQ has its management plugin, and Postgres loses
+/// nothing when the machine crashes.
+pub async fn examined() -> &'static Stack {
+    static PAIR: OnceLock<Stack> = OnceLock::new();
+    let start = || {
+        PAIR.get_or_init(|| Stack {
+            postgres: devstack::Postgres::start_temporary_durable("examined").expect("Postgres"),
+            rabbitmq: devstack::RabbitMq::start_temporary_with_management("examined")
+                .expect("RabbitMQ"),
+        })
+    };
+    tokio::task::spawn_blocking(start)
+        .await
+        .expect("the examined services start")
 }

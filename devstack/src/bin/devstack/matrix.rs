@@ -58,7 +58,7 @@ impl Server {
                 None => PostgresPrograms::find_or_install()?,
             };
             let root = programs.root().map(Path::to_owned);
-            let server = Postgres::start_temporary_with("matrix", programs)?;
+            let server = Postgres::start_temporary_of("matrix", programs)?;
             Ok((server.version()?, root))
         })
     }
