@@ -29,7 +29,7 @@ use lapin::{
         QueueDeclareOptions,
     },
     types::{FieldTable, LongString, ShortString},
-    uri::{AMQPScheme, AMQPUri},
+    uri::AMQPUri,
 };
 use secrecy::ExposeSecret;
 use tokio::time::timeout;
@@ -309,10 +309,6 @@ impl Broker {
         self.ensure_queue(&connection, &short(queue)?).await?;
         close(&connection, self.timeout).await;
         Ok(())
-    }
-
-    fn is_encrypted(&self) -> bool {
-        matches!(self.uri.scheme, AMQPScheme::AMQPS)
     }
 
     async fn answer<T>(
