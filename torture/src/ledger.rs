@@ -213,7 +213,8 @@ impl Entry {
     }
 
     /// Looks for a retry that came twice, and for more retries than there were failures. Both are expected only
-    /// if a fault explains them.
+    /// if a fault explains them. Any of the failures may have been taken in twice, not only the last one: what is
+    /// too much then shows itself at the end.
     fn judge_doubles(
         &self,
         number: usize,
@@ -239,7 +240,7 @@ impl Entry {
                 verdict.slow += 1;
                 sent_twice = true;
             }
-            let (which, explained) = match (arrival.count, self.reports.last()) {
+            let (which, explained) = match (arrival.count, self.reports.first()) {
                 (Some(count), _) => (format!("as retry {count}"), sent_twice),
                 // Its consumer failed one retry twice, and the second report is in review as `late`.
                 (None, _) if failed_as_often => continue,
@@ -252,7 +253,7 @@ impl Entry {
             doubles.push((format!("{number} came twice {which}"), explained));
         }
         if different.len() > self.reports.len()
-            && let (Some(sent), Some(end)) = (self.reports.last(), self.arrivals.last())
+            && let (Some(sent), Some(end)) = (self.reports.first(), self.arrivals.last())
         {
             let (times, failures) = (different.len(), self.reports.len());
             let explained = faults.iter().any(|f| f.taken_twice(*sent, end.at));
