@@ -7,8 +7,8 @@
 //! In reading order: [`campaign`] is the whole of it; [`message`] is what is sent, by the producers in [`post`], to the
 //! [`consumer`]s; [`fault`] lists the faults, which [`chaos`], [`ambush`], [`disk`] and [`promote`] carry out on each
 //! [`instance`]; [`ledger`], [`excuse`] and [`rows`] come to the verdict. [`plant`] and [`controls`] show that the verdict
-//! can be a bad one. [`steady`](mod@steady) is a load without faults, [`failover`] one on servers that take each
-//! other's place.
+//! can be a bad one. [`steady`](mod@steady) is a load without faults, [`failover`](mod@failover) one on servers that
+//! take each other's place.
 
 mod ambush;
 mod campaign;
