@@ -52,6 +52,7 @@ impl Server {
     }
 
     fn postgres(asked: Option<&str>, under: &Path) -> Self {
+        looking("Postgres", asked);
         Self::look(asked, || {
             let programs = match asked {
                 Some(version) => PostgresPrograms::of_version(version, under)?,
@@ -64,6 +65,7 @@ impl Server {
     }
 
     fn rabbitmq(asked: Option<&str>, under: &Path) -> Self {
+        looking("RabbitMQ", asked);
         Self::look(asked, || {
             let programs = match asked {
                 Some(version) => RabbitMqPrograms::of_version(version, under)?,
@@ -223,6 +225,13 @@ fn results(log: &Path, result: &str) -> Vec<String> {
         (found == result).then(|| name.to_owned())
     };
     log.lines().filter_map(name).collect()
+}
+
+/// Says on a terminal which server is being started to tell its version.
+fn looking(name: &str, asked: Option<&str>) {
+    if io::stderr().is_terminal() {
+        say(&format!("{name} {} …", asked.unwrap_or("of this machine")));
+    }
 }
 
 /// Writes to stderr; on a terminal over the line that is there.
