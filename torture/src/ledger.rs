@@ -250,7 +250,8 @@ impl Entry {
     }
 
     /// Looks for a retry that came twice, and for more retries than there were failures. Both are expected only
-    /// if a fault explains them.
+    /// if a fault explains them. Any of the failures may have been taken in twice, not only the last one: what is
+    /// too much then shows itself at the end.
     fn judge_doubles(
         &self,
         message: Message,
@@ -277,7 +278,7 @@ impl Entry {
                 verdict.slow += 1;
                 sent_twice = true;
             }
-            let (which, explained) = match (arrival.count, self.reports.last()) {
+            let (which, explained) = match (arrival.count, self.reports.first()) {
                 (Some(count), _) => {
                     let died = self.reports.first().filter(|_| message.is_letter());
                     let died_twice = died.is_some_and(|died| {
@@ -297,7 +298,7 @@ impl Entry {
             doubles.push((format!("{number} came twice {which}"), explained));
         }
         if different.len() > self.reports.len()
-            && let (Some(sent), Some(end)) = (self.reports.last(), self.arrivals.last())
+            && let (Some(sent), Some(end)) = (self.reports.first(), self.arrivals.last())
         {
             let (times, failures) = (different.len(), self.reports.len());
             let explained = faults.iter().any(|f| f.taken_twice(*sent, end.at));
