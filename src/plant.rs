@@ -27,7 +27,8 @@ pub enum Bug {
     TxNotDetached,
     /// The instance's clock decides what is due.
     DueByOwnClock,
-    /// The broker may hand us as many deliveries as ever, whatever became of the last ones.
+    /// Each subscription holds as many deliveries as it may from the beginning, so that every
+    /// crash counts against all of them.
     FullWindowAtOnce,
     /// A message goes back under its queue's name, whatever routing key it first had.
     RepublishByName,

@@ -18,7 +18,9 @@ use lapin::{
         BasicAckOptions, BasicCancelOptions, BasicNackOptions, BasicPublishOptions,
         BasicQosOptions, QueueDeleteOptions,
     },
+    types::ShortString,
 };
+use prost::Message as _;
 use retry_scheduler::wire::proto::ReviewMessage;
 use testkit::amqp;
 use tokio::{
@@ -264,7 +266,11 @@ impl Consumer {
     }
 
     fn in_review(&self, delivery: &Delivery) -> anyhow::Result<()> {
-        let review: ReviewMessage = serde_json::from_slice(&delivery.data)?;
+        let kind = delivery.properties.content_type().as_ref();
+        let review = match kind.map(ShortString::as_str) {
+            Some("application/x-protobuf") => ReviewMessage::decode(delivery.data.as_slice())?,
+            _ => serde_json::from_slice(&delivery.data)?,
+        };
         let message = if review.original_payload.is_empty() {
             Message::of_producers_id(&review.producer_id)
         } else {

@@ -278,7 +278,7 @@ impl Entry {
                 verdict.slow += 1;
                 sent_twice = true;
             }
-            let (which, explained) = match (arrival.count, self.reports.last()) {
+            let (which, explained) = match (arrival.count, self.reports.first()) {
                 (Some(count), _) => {
                     let died = self.reports.first().filter(|_| message.is_letter());
                     let died_twice = died.is_some_and(|died| {
