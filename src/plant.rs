@@ -27,6 +27,9 @@ pub enum Bug {
     TxNotDetached,
     /// The instance's clock decides what is due.
     DueByOwnClock,
+    /// Each subscription holds as many deliveries as it may from the beginning, so that every
+    /// crash counts against all of them.
+    FullWindowAtOnce,
 }
 
 impl Bug {

@@ -4,8 +4,11 @@
 //! that owns it builds a new one. Every wait for the broker has a deadline.
 
 mod bindings;
+mod head;
 mod publisher;
+mod queues;
 mod subscription;
+mod throttle;
 
 use std::{
     sync::{
@@ -17,20 +20,19 @@ use std::{
 
 use lapin::{
     Channel, Connection, ConnectionProperties,
-    options::{
-        BasicConsumeOptions, BasicPublishOptions, BasicQosOptions, ConfirmSelectOptions,
-        QueueDeclareOptions,
-    },
-    types::{FieldTable, LongString, ShortString},
+    options::{BasicPublishOptions, ConfirmSelectOptions},
+    types::{LongString, ShortString},
     uri::AMQPUri,
 };
 use secrecy::ExposeSecret;
 use tokio::time::timeout;
-use tracing::info;
 
 use bindings::Bindings;
+pub use head::{Got, Head, Tag};
 pub use publisher::{Fault, Outcome, Publisher};
+use queues::Role;
 pub use subscription::{Delivery, Subscription};
+use throttle::Gate;
 
 use crate::config::Settings;
 
@@ -47,11 +49,16 @@ pub enum BrokerError {
     #[error("RabbitMQ ended the subscription: the queue was deleted, or the node is going away")]
     Cancelled,
     /// The AMQP client cannot parse a delivery, and so cannot refuse it either.
-    #[error(
-        "a message at the head of {0:?} cannot be read by this AMQP client (is one of its \
-         properties not UTF-8?): take it out by hand, for example on RabbitMQ's management page"
-    )]
-    Unreadable(String),
+    #[error("a message near the head of {queue:?} cannot be read by the AMQP client")]
+    Unreadable {
+        /// The queue that the message came from.
+        queue: String,
+        /// How many deliveries the window allowed, so how far from the head it may be.
+        held: u16,
+    },
+    /// The broker did not say what was expected on a connection with frames of our own.
+    #[error("RabbitMQ: {0}")]
+    Unexpected(String),
     /// A name that AMQP cannot carry.
     #[error("{0}")]
     Unusable(String),
@@ -91,8 +98,7 @@ impl Broker {
     }
 
     async fn connect(&self, role: &str) -> Result<Connection, BrokerError> {
-        let name = LongString::from(format!("{} {role}", self.name));
-        let properties = ConnectionProperties::default().with_connection_name(name);
+        let properties = ConnectionProperties::default().with_connection_name(self.called(role));
         self.answer(
             "a connection request",
             Connection::connect_uri(self.uri.clone(), properties),
@@ -100,41 +106,29 @@ impl Broker {
         .await
     }
 
-    /// Subscribes to `queue`, declaring it durable when it is absent.
-    pub async fn subscribe(&self, queue: &str, prefetch: u16) -> Result<Subscription, BrokerError> {
-        let connection = self.connect("intake").await?;
-        let queue = short(queue)?;
-        self.ensure_queue(&connection, &queue).await?;
-        let channel = self
-            .answer("channel.open", connection.create_channel())
-            .await?;
+    /// Connects, and lets `gate` decide how far the connection is read.
+    async fn connect_throttled(
+        &self,
+        role: &str,
+        gate: Arc<Gate>,
+    ) -> Result<Connection, BrokerError> {
+        let properties = ConnectionProperties::default().with_connection_name(self.called(role));
         self.answer(
-            "basic.qos",
-            channel.basic_qos(prefetch, BasicQosOptions::default()),
+            "a connection request",
+            throttle::connect(self.uri.clone(), properties, gate),
         )
-        .await?;
-        let consumer = self
-            .answer(
-                "basic.consume",
-                channel.basic_consume(
-                    queue,
-                    ShortString::default(),
-                    BasicConsumeOptions::default(),
-                    FieldTable::default(),
-                ),
-            )
-            .await?;
-        Ok(Subscription {
-            connection,
-            consumer,
-            timeout: self.timeout,
-        })
+        .await
+    }
+
+    /// How the broker lists a connection with this role.
+    fn called(&self, role: &str) -> LongString {
+        format!("{} {role}", self.name).into()
     }
 
     /// Opens a connection to publish on, and makes sure that `review` exists.
     pub async fn publisher(&self, review: &str) -> Result<Publisher, BrokerError> {
         let connection = self.connect("dispatch").await?;
-        self.ensure_queue(&connection, &short(review)?).await?;
+        self.ensure_queue(&connection, review, Role::Review).await?;
         let channel = self.confirming(&connection).await?;
         self.prove_publishing(&channel).await?;
         Ok(Publisher {
@@ -188,57 +182,6 @@ impl Broker {
         )
         .await?;
         Ok(channel)
-    }
-
-    /// Makes sure that the queue exists. It looks first, because declaring a queue that
-    /// exists with other arguments fails; such a queue is used as it is.
-    async fn ensure_queue(
-        &self,
-        connection: &Connection,
-        queue: &ShortString,
-    ) -> Result<(), BrokerError> {
-        const NOT_FOUND: u16 = 404;
-        let passive = QueueDeclareOptions {
-            passive: true,
-            ..QueueDeclareOptions::default()
-        };
-        let probe = self
-            .answer("channel.open", connection.create_channel())
-            .await?;
-        let found = self
-            .answer(
-                "queue.declare",
-                probe.queue_declare(queue.clone(), passive, FieldTable::default()),
-            )
-            .await;
-        match found {
-            Ok(_) => {}
-            Err(BrokerError::Failed(e)) if amqp_code(&e) == Some(NOT_FOUND) => {
-                let channel = self
-                    .answer("channel.open", connection.create_channel())
-                    .await?;
-                self.answer(
-                    "queue.declare",
-                    channel.queue_declare(
-                        queue.clone(),
-                        QueueDeclareOptions::durable(),
-                        FieldTable::default(),
-                    ),
-                )
-                .await?;
-                info!(queue = queue.as_str(), "declared the queue, it was absent");
-            }
-            Err(e) => return Err(e),
-        }
-        Ok(())
-    }
-
-    /// Declares `queue` durable if it is absent, on a connection of its own.
-    pub async fn declare(&self, queue: &str) -> Result<(), BrokerError> {
-        let connection = self.connect("command").await?;
-        self.ensure_queue(&connection, &short(queue)?).await?;
-        close(&connection, self.timeout).await;
-        Ok(())
     }
 
     async fn answer<T>(

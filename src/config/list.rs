@@ -44,7 +44,8 @@ pub const SETTINGS: &[Setting] = &[
     setting("MIGRATE_ON_START", "true", "Apply migrations when serving starts."),
     // DATABASE_POOL_SIZE above, and all sizes and waits from here to
     // DISPATCH_BATCH_BYTES, were chosen by measurement: see BENCHMARKS.md.
-    setting("INTAKE_PREFETCH", "1000", "Unacknowledged messages the broker may hand us."),
+    setting("INTAKE_PREFETCH", "1000", "Unacknowledged messages the broker may hand us; each connection begins with one, and gets more as it stores them."),
+    setting("INTAKE_MEMORY_BYTES", "33554432", "Most bytes of messages read and not yet stored, shared by the intake queues; a single message may be larger."),
     setting("INTAKE_BATCH", "500", "Most messages stored in one transaction."),
     setting("INTAKE_LINGER_MS", "20", "How long a batch waits for more once it has its first message."),
     setting("DISPATCH_WORKERS", "2", "Batches in flight at once, each on its own connection."),

@@ -6,7 +6,7 @@
 //! people), [`arrival`] (what a failure means for a row that has its id),
 //! [`settlement`] (how a claimed row ends), [`event`] (the words of history),
 //! [`attempt`] and [`idempotency`] (ids and keys that can be computed again),
-//! [`queues`] and [`limits`] (what is allowed).
+//! [`queues`] and [`limits`] (what is allowed), [`window`] (how much intake may hold).
 
 #[macro_use]
 mod text;
@@ -22,5 +22,6 @@ pub mod queues;
 pub mod review;
 pub mod settlement;
 pub mod task;
+pub mod window;
 
 pub use text::UnknownText;

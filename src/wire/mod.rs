@@ -6,11 +6,14 @@
 
 mod decode;
 pub mod headers;
+pub mod lenient;
+mod meter;
 mod republish;
 mod request;
 mod review;
 
-pub use decode::{Arrived, Rules, Source, decode};
+pub use decode::{Arrived, Rules, Source, decode, unreadable};
+pub use meter::Meter;
 pub use republish::{Outgoing, republish, retry_id, with_bcc};
 pub use request::request;
 pub use review::{ReviewFormat, review};

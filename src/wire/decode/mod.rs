@@ -95,6 +95,21 @@ pub fn decode(arrived: Arrived, rules: &Rules, fresh: fn() -> Uuid) -> NewTask {
     }
 }
 
+/// Turns a message that the AMQP client could not read into a task for review, with what is
+/// wrong with it.
+pub fn unreadable(
+    arrived: Arrived,
+    problems: &[String],
+    rules: &Rules,
+    fresh: fn() -> Uuid,
+) -> NewTask {
+    let problem = format!(
+        "the AMQP client cannot read this message: {}",
+        problems.join("; ")
+    );
+    invalid(arrived.body, &arrived.properties, problem, rules, fresh)
+}
+
 /// The task for review that holds a delivery whole, with what is wrong with it.
 fn invalid(
     body: Vec<u8>,

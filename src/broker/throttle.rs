@@ -1,0 +1,240 @@
+//! A connection that is read only as far as there is room for what comes.
+//!
+//! RabbitMQ bounds what it hands to a consumer by count, not by bytes, and the AMQP client
+//! reads whatever the socket has. So the bound is made below the client: while as many bytes of
+//! deliveries are held as the budget allows, the socket is not read, TCP's own flow
+//! control fills up, and the broker waits. Writing goes on meanwhile, acknowledgements
+//! and heartbeats among it.
+
+use std::{
+    fmt, io,
+    io::{Read, Write},
+    net::SocketAddr,
+    os::fd::{AsFd, AsRawFd},
+    pin::Pin,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    task::{Context, Poll, Waker, ready},
+    time::{Duration, Instant},
+};
+
+use async_rs::{Runtime, Tokio, traits::Reactor, util::RuntimeParts};
+use futures::{
+    Stream,
+    io::{AsyncRead, AsyncWrite},
+};
+use lapin::{
+    AsyncTcpStream, Connection, ConnectionProperties,
+    tcp::{AMQPUriTcpExt, OwnedTLSConfig},
+    uri::AMQPUri,
+};
+use tokio::{runtime::Handle, time::Sleep};
+
+use crate::wire::Meter;
+
+/// How much is read at once when a single delivery is larger than the budget.
+const PIECE: usize = 64 << 10;
+
+/// How long the socket is left unread at most. The client takes a connection for dead when it has
+/// read nothing for two heartbeats, of which the shortest is a second.
+const DRIP_EVERY: Duration = Duration::from_millis(500);
+
+/// How much is read then.
+const DRIP: usize = 64;
+
+/// Stands between a socket and the AMQP client.
+pub(super) struct Gate {
+    budget: usize,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    meter: Meter,
+    /// Wakes the client's reader.
+    reader: Option<Waker>,
+}
+
+impl Gate {
+    /// Keeps the bytes of deliveries that are read and not released within `budget`, but for
+    /// one delivery that is larger itself.
+    pub(super) fn new(budget: usize) -> Arc<Self> {
+        Arc::new(Self {
+            budget,
+            state: Mutex::default(),
+        })
+    }
+
+    /// Makes room: the oldest deliveries are not held any more.
+    pub(super) fn release(&self, deliveries: usize) {
+        let mut state = self.lock();
+        state.meter.release(deliveries);
+        if let Some(reader) = state.reader.take() {
+            reader.wake();
+        }
+    }
+
+    /// Whether nothing is read until something is released.
+    pub(super) fn is_shut(&self) -> bool {
+        self.room(&self.lock().meter) == 0
+    }
+
+    /// How many bytes may be read now. A delivery is read to its end if no other is held,
+    /// because it can be released only when it is whole.
+    fn room(&self, meter: &Meter) -> usize {
+        match self.budget.saturating_sub(meter.held()) {
+            0 if meter.whole() == 0 => PIECE,
+            room => room,
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Connects as the client itself would, over TLS if the URI says so, with `gate` before its
+/// reader.
+pub(super) async fn connect(
+    uri: AMQPUri,
+    properties: ConnectionProperties,
+    gate: Arc<Gate>,
+) -> lapin::Result<Connection> {
+    let tokio = Tokio::current();
+    let reactor = Throttling {
+        tokio: tokio.clone(),
+        gate,
+    };
+    let opener = reactor.clone();
+    let open = async move |uri: AMQPUri, _: Runtime<RuntimeParts<Tokio, Throttling>>| {
+        let tls = OwnedTLSConfig::default();
+        let runtime = Runtime::new(opener.tokio.clone());
+        let socket = AMQPUriTcpExt::connect_with_config_async(&uri, tls.as_ref(), &runtime).await?;
+        Ok(AsyncTcpStream::Plain(opener.throttle(socket)))
+    };
+    let runtime = Runtime::new(RuntimeParts::new(tokio, reactor));
+    Connection::connector(uri, runtime, open, properties).await
+}
+
+type Socket = AsyncTcpStream<<Tokio as Reactor>::TcpStream>;
+
+/// Tokio, whose streams are throttled: the client takes the type of its stream from here.
+#[derive(Clone)]
+struct Throttling {
+    tokio: Tokio,
+    gate: Arc<Gate>,
+}
+
+impl Throttling {
+    fn throttle(&self, socket: Socket) -> Throttled {
+        Throttled {
+            socket,
+            gate: self.gate.clone(),
+            drip: None,
+            handle: Handle::current(),
+        }
+    }
+}
+
+impl fmt::Debug for Throttling {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Throttling").finish_non_exhaustive()
+    }
+}
+
+impl Reactor for Throttling {
+    type TcpStream = Throttled;
+    type Sleep = <Tokio as Reactor>::Sleep;
+
+    fn register<H: Read + Write + AsFd + AsRawFd + Send + 'static>(
+        &self,
+        socket: H,
+    ) -> io::Result<impl AsyncRead + AsyncWrite + Send + Unpin + 'static> {
+        self.tokio.register(socket)
+    }
+
+    fn sleep(&self, dur: Duration) -> Self::Sleep {
+        self.tokio.sleep(dur)
+    }
+
+    fn interval(&self, dur: Duration) -> impl Stream<Item = Instant> + Send + 'static {
+        self.tokio.interval(dur)
+    }
+
+    fn tcp_connect_addr(
+        &self,
+        addr: SocketAddr,
+    ) -> impl Future<Output = io::Result<Self::TcpStream>> + Send + 'static {
+        let (this, socket) = (self.clone(), self.tokio.tcp_connect_addr(addr));
+        async move { Ok(this.throttle(AsyncTcpStream::Plain(socket.await?))) }
+    }
+}
+
+/// A socket, plain or with TLS, that is read as its gate allows. The gate counts AMQP frames, so
+/// it stands on this side of TLS.
+struct Throttled {
+    socket: Socket,
+    gate: Arc<Gate>,
+    /// Runs while the gate is shut.
+    drip: Option<Pin<Box<Sleep>>>,
+    handle: Handle,
+}
+
+impl AsyncRead for Throttled {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut [u8],
+    ) -> Poll<io::Result<usize>> {
+        let this = &mut *self;
+        let room = {
+            let mut state = this.gate.lock();
+            let room = this.gate.room(&state.meter);
+            if room == 0 {
+                state.reader = Some(cx.waker().clone());
+            }
+            room
+        };
+        let room = if room > 0 {
+            room
+        } else {
+            let drip = this.drip.get_or_insert_with(|| {
+                // The client polls from a thread of its own.
+                let _entered = this.handle.enter();
+                Box::pin(tokio::time::sleep(DRIP_EVERY))
+            });
+            ready!(drip.as_mut().poll(cx));
+            DRIP
+        };
+        let most = room.min(buf.len());
+        let read = ready!(Pin::new(&mut this.socket).poll_read(cx, &mut buf[..most]))?;
+        this.drip = None;
+        this.gate.lock().meter.read(&buf[..read]);
+        Poll::Ready(Ok(read))
+    }
+}
+
+impl AsyncWrite for Throttled {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.socket).poll_write(cx, buf)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.socket).poll_write_vectored(cx, bufs)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.socket).poll_flush(cx)
+    }
+
+    fn poll_close(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.socket).poll_close(cx)
+    }
+}
