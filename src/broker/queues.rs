@@ -47,10 +47,11 @@ impl Role<'_> {
                 quorum.insert("x-overflow".into(), text("reject-publish"));
                 vec![quorum, classic]
             }
-            // However often people put a message back, it stays.
+            // However often people put a message back, it stays. RabbitMQ 4 knows -1 for no limit,
+            // but 3.10 takes that for a limit that the first return exceeds.
             Self::Review => {
                 let mut quorum = plain.clone();
-                quorum.insert("x-delivery-limit".into(), AMQPValue::LongInt(-1));
+                quorum.insert("x-delivery-limit".into(), AMQPValue::LongInt(i32::MAX));
                 vec![quorum, plain]
             }
             Self::Other => vec![plain],

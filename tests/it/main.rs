@@ -28,6 +28,7 @@ mod commands;
 mod containers;
 mod crashing;
 mod dead_letters;
+mod declaring;
 mod documents;
 mod histories;
 mod inputs;
