@@ -200,13 +200,15 @@ impl Head {
     }
 
     /// Does `work` while the broker is told now and then that we live.
-    pub async fn beating<T>(&mut self, work: impl Future<Output = T>) -> Result<T, BrokerError> {
-        let mut work = std::pin::pin!(work);
+    pub async fn beating<T>(
+        &mut self,
+        mut work: impl Future<Output = T> + Unpin,
+    ) -> Result<T, BrokerError> {
         if self.heartbeat.is_zero() {
             return Ok(work.await);
         }
         loop {
-            match timeout(self.heartbeat / 2, work.as_mut()).await {
+            match timeout(self.heartbeat / 2, &mut work).await {
                 Ok(done) => return Ok(done),
                 Err(_) => self.send(&AMQPFrame::Heartbeat).await?,
             }
@@ -216,7 +218,7 @@ impl Head {
     /// Closes the connection. When this has worked, the broker has seen all acknowledgements.
     pub async fn close(mut self) -> Result<(), BrokerError> {
         let close = connection::AMQPMethod::Close(connection::Close {
-            reply_code: constants::REPLY_SUCCESS.into(),
+            reply_code: constants::REPLY_SUCCESS,
             reply_text: "goodbye".into(),
             class_id: 0,
             method_id: 0,

@@ -25,7 +25,7 @@ pub const SETTINGS: &[Setting] = &[
     setting("HTTP_HOST", "0.0.0.0", "Address the HTTP server listens on."),
     setting("HTTP_PORT", "8086", "Port of the HTTP server; 0 takes any free one."),
     setting("RABBITMQ_URL", "amqp://localhost:5672", "Broker, as `amqp://` or `amqps://`."),
-    setting("RETRY_QUEUE", "retry.scheduled", "Intake queue of RetryMessages; declared durable when absent."),
+    setting("RETRY_QUEUE", "retry.scheduled", "Intake queue of RetryMessages; declared durable when absent, so that what the broker gives up on goes to review."),
     setting("MANUAL_REVIEW_QUEUE", "manual-review.pending", "Where messages go that people must look at; declared durable when absent."),
     setting("DEAD_LETTER_QUEUE", "", "A queue that DLXs are bound to, whose raw dead letters are retried too; empty: none. Declared durable when absent."),
     setting("REVIEW_FORMAT", "json", "Body of review messages: `json` or `protobuf`; over 8 MiB of payload always protobuf."),
@@ -45,7 +45,7 @@ pub const SETTINGS: &[Setting] = &[
     // DATABASE_POOL_SIZE above, and all sizes and waits from here to
     // DISPATCH_BATCH_BYTES, were chosen by measurement: see BENCHMARKS.md.
     setting("INTAKE_PREFETCH", "1000", "Unacknowledged messages the broker may hand us; each connection begins with one, and gets more as it stores them."),
-    setting("INTAKE_MEMORY_BYTES", "33554432", "Most bytes of messages read and not yet stored, shared by the intake queues; a single message may be larger."),
+    setting("INTAKE_MEMORY_BYTES", "16777216", "Most bytes of messages read and not yet stored, shared by the intake queues; a single message may be larger."),
     setting("INTAKE_BATCH", "500", "Most messages stored in one transaction."),
     setting("INTAKE_LINGER_MS", "20", "How long a batch waits for more once it has its first message."),
     setting("DISPATCH_WORKERS", "2", "Batches in flight at once, each on its own connection."),

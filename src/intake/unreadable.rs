@@ -46,7 +46,7 @@ impl Intake {
                 continue;
             };
             if problems.is_empty() {
-                let recording = self.recorder.record(vec![arrived]);
+                let recording = Box::pin(self.recorder.record(vec![arrived]));
                 head.beating(recording).await??;
             } else {
                 warn!(
@@ -54,7 +54,7 @@ impl Intake {
                     problem = problems.join("; "),
                     "the AMQP client cannot read a message; it goes to review"
                 );
-                let recording = self.recorder.record_unreadable(arrived, &problems);
+                let recording = Box::pin(self.recorder.record_unreadable(arrived, &problems));
                 head.beating(recording).await??;
             }
             head.ack(tag).await?;

@@ -6,7 +6,7 @@ use sqlx::{AssertSqlSafe, FromRow, Row, SqlSafeStr, postgres::PgRow};
 use uuid::Uuid;
 
 use super::{
-    Store, StoreError, Tx,
+    LARGE_BYTES, Store, StoreError, Tx,
     events::{Event, changed},
     millis,
     statement::{Statement, place, understood},
@@ -243,7 +243,7 @@ impl Store {
             tx.commit().await?;
             tx = self.begin_with(&self.begin_claim).await?;
         }
-        Claim::of(tx, &found, rows)
+        Claim::of(tx, found, rows)
     }
 
     /// Locks a few due rows of each lane, then the oldest, so that much work of one
@@ -270,7 +270,7 @@ impl Store {
             Some(row) => LaneCursor(row.try_get("last_lane")?),
             None => LaneCursor::default(),
         };
-        Claim::of(tx, &found, rows)
+        Claim::of(tx, found, rows)
     }
 
     /// Returns what a claim would take now, without taking it.
@@ -299,15 +299,20 @@ fn limit(n: usize) -> i64 {
 }
 
 impl Claim {
-    fn of(tx: Tx, found: &[PgRow], rows: usize) -> Result<Self, StoreError> {
+    fn of(mut tx: Tx, found: Vec<PgRow>, rows: usize) -> Result<Self, StoreError> {
         let locked = match found.first() {
             Some(row) => row.try_get::<i64, _>("locked")?,
             None => 0,
         };
-        let tasks = found
+        let tasks: Vec<Task> = found
             .iter()
             .map(Task::from_row)
             .collect::<Result<Vec<_>, _>>()?;
+        drop(found);
+        let bytes: usize = tasks.iter().map(|task| task.payload.len()).sum();
+        if bytes > LARGE_BYTES {
+            tx.shrink_buffers();
+        }
         Ok(Self {
             tx,
             full: usize::try_from(locked).is_ok_and(|n| n >= rows || n > tasks.len()),

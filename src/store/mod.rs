@@ -43,6 +43,10 @@ const MIGRATION_LOCK: i64 = 0x7265_7472_795f_6d67;
 /// How long to wait for another instance's migrations: it may be rewriting a large table.
 const MIGRATION_DEADLINE: Duration = Duration::from_secs(3600);
 
+/// A statement or an answer with more bytes of payload than this leaves the connection with
+/// buffers that are worth giving back.
+const LARGE_BYTES: usize = 1 << 20;
+
 /// Writes nothing, and fails where writing would fail: on a read-only server, without
 /// the right to write, without our tables or their newest columns.
 const WRITES_NOTHING: &str = "

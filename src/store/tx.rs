@@ -2,7 +2,7 @@
 
 use std::{future::Future, sync::Arc, time::Duration};
 
-use sqlx::{Postgres, pool::PoolConnection};
+use sqlx::{Connection, Postgres, pool::PoolConnection};
 
 use super::StoreError;
 use crate::plant::Bug;
@@ -45,6 +45,14 @@ impl Tx {
         match &mut self.connection {
             Some(connection) => within(deadline, work(connection)).await,
             None => Err(StoreError::Ended),
+        }
+    }
+
+    /// Gives back the memory that a large statement or a large answer took. A connection keeps
+    /// its buffers as large as they ever were, and the pool hands out all connections in turn.
+    pub(super) fn shrink_buffers(&mut self) {
+        if let Some(connection) = &mut self.connection {
+            connection.shrink_buffers();
         }
     }
 

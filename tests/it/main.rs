@@ -36,6 +36,7 @@ mod instances;
 mod keys;
 mod lines;
 mod losing;
+mod memory;
 mod migrating;
 mod newer;
 mod pipeline;

@@ -79,10 +79,10 @@ async fn unreadable_messages_between_others_are_taken_out_whatever_is_wrong_with
     // A header's name, and one in a table within; the rest is fine.
     let table = [
         &short(b"\xe9t\xe9")[..],
-        &[b'S'],
+        b"S",
         &long(b"summer"),
         &short(b"inner"),
-        &[b'F'],
+        b"F",
         &long(&[&short(b"\xff")[..], b"t\x01"].concat()),
         &short(b"last"),
         b"I\x00\x00\x00\x07",
