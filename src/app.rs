@@ -115,7 +115,9 @@ impl App {
             ),
             metrics: self.metrics.clone(),
             part: health.part(part),
+            review_queue: self.settings.manual_review_queue.clone(),
             prefetch: self.settings.intake_prefetch,
+            memory: self.settings.intake_memory_bytes / self.settings.intake_queues(),
             batch: self.settings.intake_batch,
             linger: self.settings.intake_linger,
         }

@@ -6,7 +6,7 @@ use clap::Parser;
 use retry_scheduler::cli::Cli;
 
 fn main() -> ExitCode {
-    have_deep_stacks();
+    have_environment();
     let cli = Cli::parse();
     let outcome = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
@@ -22,27 +22,39 @@ fn main() -> ExitCode {
     }
 }
 
+/// What the program wants to find in its environment, unless somebody has set it otherwise.
+///
 /// The AMQP client parses nested headers, which strangers choose, by recursion, on a
 /// thread whose stack size we cannot set. The standard library reads the size for new
-/// threads from RUST_MIN_STACK. Setting a variable in a running process is unsafe, so the
-/// program executes itself again with the variable set. Pages of a stack cost memory only
-/// once they are used.
+/// threads from RUST_MIN_STACK. Pages of a stack cost memory only once they are used.
+///
+/// glibc gives a block back to the system when it is freed if it is larger than this threshold, but
+/// raises the threshold with every such block, up to 32 MiB. Large messages pass through many
+/// buffers, and twice the memory was measured. A threshold that is set, here to what glibc begins
+/// with, stays as it is.
 #[cfg(unix)]
-fn have_deep_stacks() {
+const ENVIRONMENT: [(&str, &str); 2] = [
+    ("RUST_MIN_STACK", "67108864"),
+    ("MALLOC_MMAP_THRESHOLD_", "131072"),
+];
+
+/// Setting a variable in a running process is unsafe, so the program executes itself again with
+/// the variables set.
+#[cfg(unix)]
+fn have_environment() {
     use std::os::unix::process::CommandExt;
-    const SETTING: &str = "RUST_MIN_STACK";
-    const BYTES: &str = "67108864";
-    if std::env::var_os(SETTING).is_none()
+    let missing: Vec<_> = ENVIRONMENT
+        .into_iter()
+        .filter(|(name, _)| std::env::var_os(name).is_none())
+        .collect();
+    if !missing.is_empty()
         && let Ok(program) = std::env::current_exe()
     {
         let mut again = std::process::Command::new(program);
-        // `exec` returns only when it has failed; then the default stacks must do.
-        let _ = again
-            .args(std::env::args_os().skip(1))
-            .env(SETTING, BYTES)
-            .exec();
+        // `exec` returns only when it has failed; then the defaults must do.
+        let _ = again.args(std::env::args_os().skip(1)).envs(missing).exec();
     }
 }
 
 #[cfg(not(unix))]
-fn have_deep_stacks() {}
+fn have_environment() {}

@@ -1,28 +1,13 @@
-//! Connects, and learns which broker it is.
+//! Learns which broker it is.
 //!
 //! A broker introduces itself in its first frame, `connection.start`, with its version and the
-//! name of its cluster. lapin reads that frame and keeps nothing of it. So lapin gets a stream that
-//! copies the first frame as it is read. Asking on a connection of its own would be simpler,
+//! name of its cluster. lapin reads that frame and keeps nothing of it. So the first frame is
+//! copied as lapin reads it. Asking on a connection of its own would be simpler,
 //! but behind one address that connection may reach another broker than the next.
 
-use std::{
-    io::{self, IoSlice, IoSliceMut, Read, Write},
-    net::SocketAddr,
-    os::fd::{AsFd, AsRawFd},
-    pin::Pin,
-    sync::{Arc, OnceLock},
-    task::{Context, Poll, ready},
-    time::{Duration, Instant},
-};
+use std::sync::{Arc, OnceLock};
 
-use async_rs::{Runtime, Tokio, TokioRuntime, traits::Reactor, util::RuntimeParts};
-use futures::{AsyncRead, AsyncWrite, Stream};
-use lapin::{
-    AsyncTcpStream, Connection, ConnectionProperties,
-    protocol::{AMQPClass, connection::AMQPMethod, parse_class},
-    tcp::{AMQPUriTcpExt, TLSConfig},
-    uri::AMQPUri,
-};
+use lapin::protocol::{AMQPClass, connection::AMQPMethod, parse_class};
 
 /// A frame is a type, a channel and a size in this many bytes, then its payload and one byte
 /// more.
@@ -43,90 +28,24 @@ pub struct Greeting {
 }
 
 /// The greeting, once it was heard.
-type Heard = Arc<OnceLock<Greeting>>;
+pub(super) type Heard = Arc<OnceLock<Greeting>>;
 
-/// Connects, and returns the broker's greeting too.
-pub(super) async fn connect(
-    uri: AMQPUri,
-    properties: ConnectionProperties,
-) -> lapin::Result<(Connection, Greeting)> {
-    let heard = Heard::default();
-    let reactor = Overhearing {
-        tokio: Tokio::current(),
-        heard: heard.clone(),
-    };
-    let runtime = Runtime::new(RuntimeParts::new(Tokio::current(), reactor));
-    let overheard = heard.clone();
-    let connection = Connection::connector(
-        uri,
-        runtime,
-        async move |uri: AMQPUri, _: Runtime<_>| {
-            // With TLS, the copy has to be made of what was decrypted, so the stream is made
-            // first and wrapped then.
-            let tokio = TokioRuntime::tokio_current();
-            let stream = uri.connect_with_config_async(TLSConfig::default(), &tokio);
-            let stream = Overheard::new(stream.await?, overheard.clone());
-            Ok(AsyncTcpStream::Plain(stream))
-        },
-        properties,
-    )
-    .await?;
-    let greeting = heard.get().cloned().unwrap_or_default();
-    Ok((connection, greeting))
-}
-
-/// The reactor that lapin's connection runs on: tokio's, with streams that are overheard.
-#[derive(Clone, Debug)]
-struct Overhearing {
-    tokio: Tokio,
-    heard: Heard,
-}
-
-impl Reactor for Overhearing {
-    type TcpStream = Overheard;
-    type Sleep = <Tokio as Reactor>::Sleep;
-
-    fn register<H: Read + Write + AsFd + AsRawFd + Send + 'static>(
-        &self,
-        socket: H,
-    ) -> io::Result<impl AsyncRead + AsyncWrite + Send + Unpin + 'static> {
-        self.tokio.register(socket)
-    }
-
-    fn sleep(&self, duration: Duration) -> Self::Sleep {
-        self.tokio.sleep(duration)
-    }
-
-    fn interval(&self, duration: Duration) -> impl Stream<Item = Instant> + Send + 'static {
-        self.tokio.interval(duration)
-    }
-
-    fn tcp_connect_addr(
-        &self,
-        address: SocketAddr,
-    ) -> impl Future<Output = io::Result<Self::TcpStream>> + Send + 'static {
-        let (stream, heard) = (self.tokio.tcp_connect_addr(address), self.heard.clone());
-        async move { Ok(Overheard::new(AsyncTcpStream::Plain(stream.await?), heard)) }
-    }
-}
-
-/// A stream, and a copy of the first frame that is read from it, until that is complete.
-struct Overheard {
-    stream: AsyncTcpStream<<Tokio as Reactor>::TcpStream>,
+/// Hears the first frame that is read from a stream.
+pub(super) struct Ear {
+    /// What was read of it, until it is complete.
     greeting: Option<Vec<u8>>,
     heard: Heard,
 }
 
-impl Overheard {
-    fn new(stream: AsyncTcpStream<<Tokio as Reactor>::TcpStream>, heard: Heard) -> Self {
+impl Ear {
+    pub(super) fn new(heard: Heard) -> Self {
         Self {
-            stream,
             greeting: Some(Vec::new()),
             heard,
         }
     }
 
-    fn hear(&mut self, bytes: &[u8]) {
+    pub(super) fn hear(&mut self, bytes: &[u8]) {
         let Some(greeting) = &mut self.greeting else {
             return;
         };
@@ -166,58 +85,6 @@ fn greeting_in(payload: &[u8]) -> Option<Greeting> {
         version: text("version"),
         cluster: text("cluster_name"),
     })
-}
-
-impl AsyncRead for Overheard {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buffer: &mut [u8],
-    ) -> Poll<io::Result<usize>> {
-        let read = ready!(Pin::new(&mut self.stream).poll_read(cx, buffer))?;
-        self.hear(buffer.get(..read).unwrap_or_default());
-        Poll::Ready(Ok(read))
-    }
-
-    fn poll_read_vectored(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buffers: &mut [IoSliceMut<'_>],
-    ) -> Poll<io::Result<usize>> {
-        if self.greeting.is_none() {
-            return Pin::new(&mut self.stream).poll_read_vectored(cx, buffers);
-        }
-        match buffers.iter_mut().find(|buffer| !buffer.is_empty()) {
-            Some(buffer) => self.poll_read(cx, buffer),
-            None => Poll::Ready(Ok(0)),
-        }
-    }
-}
-
-impl AsyncWrite for Overheard {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buffer: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(cx, buffer)
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buffers: &[IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write_vectored(cx, buffers)
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(cx)
-    }
-
-    fn poll_close(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_close(cx)
-    }
 }
 
 #[cfg(test)]

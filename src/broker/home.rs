@@ -39,7 +39,7 @@ pub struct Introduction {
 impl Broker {
     /// Connects to learn which broker this is, whether the database belongs to it or not.
     pub async fn introduction(&self) -> Result<Introduction, BrokerError> {
-        let (connection, greeting) = self.greeted("place").await?;
+        let (connection, greeting) = self.greeted("place", None).await?;
         Ok(Introduction {
             broker: self.clone(),
             connection,

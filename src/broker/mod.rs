@@ -6,13 +6,17 @@
 mod bindings;
 mod dial;
 mod greeting;
+mod head;
 mod home;
 mod inspect;
 mod management;
 mod marks;
 mod publisher;
+mod queues;
 mod sizes;
+mod stream;
 mod subscription;
+mod throttle;
 
 use std::{
     sync::{
@@ -24,26 +28,25 @@ use std::{
 
 use lapin::{
     Channel, Connection, ConnectionProperties,
-    options::{
-        BasicConsumeOptions, BasicPublishOptions, BasicQosOptions, ConfirmSelectOptions,
-        QueueDeclareOptions,
-    },
-    types::{FieldTable, LongString, ShortString},
+    options::{BasicPublishOptions, ConfirmSelectOptions},
+    types::{LongString, ShortString},
     uri::AMQPUri,
 };
 use secrecy::ExposeSecret;
 use tokio::time::timeout;
-use tracing::info;
 
 use bindings::Bindings;
 pub use greeting::Greeting;
+pub use head::{Got, Head, Tag};
 pub use home::{Home, Introduction};
 pub use inspect::{Inspector, Seen, Taken};
 pub use management::{ApiError, Binding, ExchangeFacts, Management, Node, Overview, QueueFacts};
 use marks::Marks;
 pub use publisher::{Fault, Outcome, Publisher};
+use queues::Role;
 use sizes::Sizes;
 pub use subscription::{Delivery, Subscription};
+use throttle::Gate;
 
 use crate::config::Settings;
 
@@ -60,11 +63,16 @@ pub enum BrokerError {
     #[error("RabbitMQ ended the subscription: the queue was deleted, or the node is going away")]
     Cancelled,
     /// The AMQP client cannot parse a delivery, and so cannot refuse it either.
-    #[error(
-        "a message at the head of {0:?} cannot be read by this AMQP client (is one of its \
-         properties not UTF-8?): take it out by hand, for example on RabbitMQ's management page"
-    )]
-    Unreadable(String),
+    #[error("a message near the head of {queue:?} cannot be read by the AMQP client")]
+    Unreadable {
+        /// The queue that the message came from.
+        queue: String,
+        /// How many deliveries the window allowed, so how far from the head it may be.
+        held: u16,
+    },
+    /// The broker did not say what was expected on a connection with frames of our own.
+    #[error("RabbitMQ: {0}")]
+    Unexpected(String),
     /// The connection leads to another broker than the one that the database belongs to.
     #[error(
         "RABBITMQ_URL leads to the broker {found:?}, but the database belongs to {home:?}: nothing \
@@ -132,66 +140,50 @@ impl Broker {
     }
 
     async fn connect(&self, role: &str) -> Result<Connection, BrokerError> {
-        let (connection, greeting) = self.greeted(role).await?;
+        self.connect_throttled(role, None).await
+    }
+
+    /// Connects, and lets a gate decide how far the connection is read.
+    async fn connect_throttled(
+        &self,
+        role: &str,
+        gate: Option<Arc<Gate>>,
+    ) -> Result<Connection, BrokerError> {
+        let (connection, greeting) = self.greeted(role, gate).await?;
         self.recognise(connection, greeting.cluster).await
     }
 
     /// What the broker says of itself.
     pub async fn greeting(&self) -> Result<Greeting, BrokerError> {
-        let (connection, greeting) = self.greeted("doctor").await?;
+        let (connection, greeting) = self.greeted("doctor", None).await?;
         close(&connection, self.timeout).await;
         Ok(greeting)
     }
 
     /// A connection, and what the broker says of itself.
-    async fn greeted(&self, role: &str) -> Result<(Connection, Greeting), BrokerError> {
-        let name = LongString::from(format!("{} {role}", self.name));
-        let properties = ConnectionProperties::default().with_connection_name(name);
+    async fn greeted(
+        &self,
+        role: &str,
+        gate: Option<Arc<Gate>>,
+    ) -> Result<(Connection, Greeting), BrokerError> {
+        let properties = ConnectionProperties::default().with_connection_name(self.called(role));
         self.answer(
             "a connection request",
-            greeting::connect(self.uri.clone(), properties),
+            stream::connect(self.uri.clone(), properties, gate),
         )
         .await
     }
 
-    /// Subscribes to `queue`, declaring it durable when it is absent.
-    pub async fn subscribe(&self, queue: &str, prefetch: u16) -> Result<Subscription, BrokerError> {
-        let connection = self.connect("intake").await?;
-        let queue = short(queue)?;
-        self.ensure_queue(&connection, &queue).await?;
-        self.mark(&connection, &queue).await?;
-        let channel = self
-            .answer("channel.open", connection.create_channel())
-            .await?;
-        self.answer(
-            "basic.qos",
-            channel.basic_qos(prefetch, BasicQosOptions::default()),
-        )
-        .await?;
-        let consumer = self
-            .answer(
-                "basic.consume",
-                channel.basic_consume(
-                    queue,
-                    ShortString::default(),
-                    BasicConsumeOptions::default(),
-                    FieldTable::default(),
-                ),
-            )
-            .await?;
-        Ok(Subscription {
-            connection,
-            consumer,
-            timeout: self.timeout,
-        })
+    /// How the broker lists a connection with this role.
+    fn called(&self, role: &str) -> LongString {
+        format!("{} {role}", self.name).into()
     }
 
     /// Opens a connection to publish on, and makes sure that `review` exists.
     pub async fn publisher(&self, review: &str) -> Result<Publisher, BrokerError> {
         let connection = self.connect("dispatch").await?;
-        let review = short(review)?;
-        self.ensure_queue(&connection, &review).await?;
-        self.mark(&connection, &review).await?;
+        self.ensure_queue(&connection, review, Role::Review).await?;
+        self.mark(&connection, &short(review)?).await?;
         let channel = self.confirming(&connection).await?;
         self.prove_publishing(&channel, &ShortString::default())
             .await?;
@@ -258,57 +250,6 @@ impl Broker {
         )
         .await?;
         Ok(channel)
-    }
-
-    /// Makes sure that the queue exists. It looks first, because declaring a queue that
-    /// exists with other arguments fails; such a queue is used as it is.
-    async fn ensure_queue(
-        &self,
-        connection: &Connection,
-        queue: &ShortString,
-    ) -> Result<(), BrokerError> {
-        const NOT_FOUND: u16 = 404;
-        let passive = QueueDeclareOptions {
-            passive: true,
-            ..QueueDeclareOptions::default()
-        };
-        let probe = self
-            .answer("channel.open", connection.create_channel())
-            .await?;
-        let found = self
-            .answer(
-                "queue.declare",
-                probe.queue_declare(queue.clone(), passive, FieldTable::default()),
-            )
-            .await;
-        match found {
-            Ok(_) => {}
-            Err(BrokerError::Failed(e)) if amqp_code(&e) == Some(NOT_FOUND) => {
-                let channel = self
-                    .answer("channel.open", connection.create_channel())
-                    .await?;
-                self.answer(
-                    "queue.declare",
-                    channel.queue_declare(
-                        queue.clone(),
-                        QueueDeclareOptions::durable(),
-                        FieldTable::default(),
-                    ),
-                )
-                .await?;
-                info!(queue = queue.as_str(), "declared the queue, it was absent");
-            }
-            Err(e) => return Err(e),
-        }
-        Ok(())
-    }
-
-    /// Declares `queue` durable if it is absent, on a connection of its own.
-    pub async fn declare(&self, queue: &str) -> Result<(), BrokerError> {
-        let connection = self.connect("command").await?;
-        self.ensure_queue(&connection, &short(queue)?).await?;
-        close(&connection, self.timeout).await;
-        Ok(())
     }
 
     async fn answer<T>(

@@ -12,7 +12,8 @@ use tokio::time::{Instant, error::Elapsed, timeout_at};
 use super::{
     Broker, BrokerError, amqp_code,
     bindings::{Bindings, Way},
-    close, marks, short,
+    close, marks,
+    queues::Role,
 };
 use crate::{
     plant::{Bug, Point},
@@ -379,10 +380,11 @@ impl Publisher {
         Ok(())
     }
 
-    /// Makes `queue` again if somebody deleted it.
-    pub async fn ensure_queue(&self, queue: &str) -> Result<(), BrokerError> {
-        let queue = short(queue)?;
-        self.broker.ensure_queue(&self.connection, &queue).await
+    /// Makes the review queue again if somebody deleted it.
+    pub async fn ensure_review(&self, queue: &str) -> Result<(), BrokerError> {
+        self.broker
+            .ensure_queue(&self.connection, queue, Role::Review)
+            .await
     }
 
     /// Closes the connection, within the deadline.

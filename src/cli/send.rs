@@ -98,8 +98,9 @@ impl Send {
         if declare {
             broker.declare(&message.original_queue).await?;
         }
-        broker.declare(&settings.retry_queue).await?;
-        let mut publisher = broker.publisher(&settings.manual_review_queue).await?;
+        let review = &settings.manual_review_queue;
+        broker.declare_intake(&settings.retry_queue, review).await?;
+        let mut publisher = broker.publisher(review).await?;
         let outgoing = wire::request(&message, &settings.retry_queue, Uuid::now_v7())
             .map_err(|e| anyhow!("RETRY_QUEUE: {e}"))?;
         let (outcomes, fault) = publisher.publish(&[outgoing]).await;

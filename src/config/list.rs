@@ -26,7 +26,7 @@ pub const SETTINGS: &[Setting] = &[
     setting("HTTP_PORT", "8086", "Port of the HTTP server; 0 takes any free one."),
     setting("RABBITMQ_URL", "amqp://localhost:5672", "Broker, as `amqp://` or `amqps://`."),
     setting("RABBITMQ_MANAGEMENT_URL", "", "Management API, asked by `doctor` and at start with RABBITMQ_URL's user; empty: its host, port 15672, or 15671 by https for `amqps://`."),
-    setting("RETRY_QUEUE", "retry.scheduled", "Intake queue of RetryMessages; declared durable when absent."),
+    setting("RETRY_QUEUE", "retry.scheduled", "Intake queue of RetryMessages; declared durable when absent, so that what the broker gives up on goes to review."),
     setting("MANUAL_REVIEW_QUEUE", "manual-review.pending", "Where messages go that people must look at; declared durable when absent."),
     setting("DEAD_LETTER_QUEUE", "", "Comma-separated queues that DLXs are bound to, whose raw dead letters are retried too; empty: none. Declared durable when absent."),
     setting("REVIEW_FORMAT", "json", "Body of review messages: `json` or `protobuf`; over 8 MiB of payload always protobuf."),
@@ -46,7 +46,8 @@ pub const SETTINGS: &[Setting] = &[
     setting("MIGRATE_ON_START", "true", "Apply migrations when serving starts."),
     // DATABASE_POOL_SIZE above, and all sizes and waits from here to
     // DISPATCH_BATCH_BYTES, were chosen by measurement: see BENCHMARKS.md.
-    setting("INTAKE_PREFETCH", "1000", "Unacknowledged messages the broker may hand us."),
+    setting("INTAKE_PREFETCH", "1000", "Unacknowledged messages the broker may hand us; each connection begins with one, and gets more as it stores them."),
+    setting("INTAKE_MEMORY_BYTES", "16777216", "Most bytes of messages read and not yet stored, shared by the intake queues; a single message may be larger."),
     setting("INTAKE_BATCH", "500", "Most messages stored in one transaction."),
     setting("INTAKE_LINGER_MS", "20", "How long a batch waits for more once it has its first message."),
     setting("DISPATCH_WORKERS", "2", "Batches in flight at once, each on its own connection."),

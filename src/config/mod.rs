@@ -64,6 +64,7 @@ pub struct Settings {
     pub database_timeout: Duration,
     pub migrate_on_start: bool,
     pub intake_prefetch: u16,
+    pub intake_memory_bytes: usize,
     pub intake_batch: usize,
     pub intake_linger: Duration,
     pub dispatch_workers: usize,
@@ -205,6 +206,7 @@ impl Settings {
             database_timeout: values.millis("DATABASE_TIMEOUT_MS", 1)?,
             migrate_on_start: values.parsed("MIGRATE_ON_START")?,
             intake_prefetch,
+            intake_memory_bytes: values.within("INTAKE_MEMORY_BYTES", 65_536..=1 << 40)?,
             intake_batch: intake_batch.min(usize::from(intake_prefetch)),
             intake_linger: values.millis("INTAKE_LINGER_MS", 0)?,
             dispatch_workers: dispatch_workers.into(),
@@ -229,6 +231,11 @@ impl Settings {
             },
             effective: values.effective(),
         })
+    }
+
+    /// How many queues messages are taken from.
+    pub fn intake_queues(&self) -> usize {
+        1 + self.dead_letter_queues.len()
     }
 
     /// The settings in force as `NAME=value` lines, passwords hidden.
@@ -302,6 +309,7 @@ mod tests {
                 "DATABASE_SCHEMA",
                 "a-name-that-is-longer-than-the-sixty-three-bytes-which-postgres-keeps",
             ),
+            ("INTAKE_MEMORY_BYTES", "64"),
             ("DATABASE_POOL_SIZE", "1"),
             ("DATABASE_POOL_SIZE", "3"),
             ("DEAD_LETTER_QUEUE", "retry.scheduled"),

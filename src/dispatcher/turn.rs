@@ -76,7 +76,7 @@ impl Dispatcher {
         self.tell(&bound, started.elapsed());
 
         if review_is_missing
-            && let Err(e) = session.publisher.ensure_queue(&self.review_queue).await
+            && let Err(e) = session.publisher.ensure_review(&self.review_queue).await
         {
             let fault = Fault::Connection(e.to_string());
             return Err(TurnError::Broker {

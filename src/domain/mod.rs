@@ -8,7 +8,7 @@
 //! [`settlement`] (how a claimed row ends), [`event`] (the words of history),
 //! [`attempt`] and [`idempotency`] (ids and keys that can be computed again),
 //! [`queues`] and [`limits`] (what is allowed), [`place`] (where a database's messages
-//! come from and go to).
+//! come from and go to), [`window`] (how much intake may hold).
 
 #[macro_use]
 mod text;
@@ -26,5 +26,6 @@ pub mod queues;
 pub mod review;
 pub mod settlement;
 pub mod task;
+pub mod window;
 
 pub use text::UnknownText;

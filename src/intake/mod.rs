@@ -5,6 +5,7 @@ mod import;
 mod keys;
 mod loops;
 mod recorder;
+mod unreadable;
 
 use std::{sync::Arc, time::Duration};
 
@@ -19,6 +20,7 @@ pub use recorder::Recorder;
 use crate::{
     backoff::Backoff,
     broker::{Broker, BrokerError, Delivery, Subscription},
+    domain::window::Window,
     observe::{health::Part, metrics::Metrics, telemetry::chain},
     plant::Bug,
     store::StoreError,
@@ -37,8 +39,12 @@ pub struct Intake {
     pub recorder: Recorder,
     pub metrics: Arc<Metrics>,
     pub part: Part,
+    /// Where messages go that the broker gives up on.
+    pub review_queue: String,
     /// The most unacknowledged deliveries that the broker may hand us.
     pub prefetch: u16,
+    /// The most bytes of deliveries to hold; one delivery may be larger.
+    pub memory: usize,
     /// The most deliveries in one transaction.
     pub batch: usize,
     /// How long a batch waits for more deliveries once it has its first.
@@ -87,6 +93,9 @@ impl Intake {
                             error = chain(&e),
                             "intake stopped; deliveries in hand go back to the queue"
                         );
+                        if let Ended::Broker(BrokerError::Unreadable { held, .. }) = e {
+                            self.make_readable(held, &cancelled, &mut backoff).await;
+                        }
                     }
                 }
                 Err(e) => {
@@ -99,6 +108,19 @@ impl Intake {
         }
     }
 
+    async fn make_readable(&self, held: u16, cancelled: &CancellationToken, backoff: &mut Backoff) {
+        match Box::pin(self.take_unreadable(held, cancelled)).await {
+            Ok(()) => backoff.reset(),
+            Err(e) => {
+                self.count(&e);
+                warn!(
+                    error = chain(&e),
+                    "the message that cannot be read is still in its queue"
+                );
+            }
+        }
+    }
+
     fn count(&self, ended: &Ended) {
         if let Ended::Store(_) = ended {
             self.metrics.store_errors.inc();
@@ -108,7 +130,15 @@ impl Intake {
     async fn subscribe(&self) -> Result<Subscription, Ended> {
         self.recorder.store.prove_durable().await?;
         let queue = &self.recorder.rules.intake_queue;
-        Ok(self.broker.subscribe(queue, self.prefetch).await?)
+        let window = if Bug::FullWindowAtOnce.planted() {
+            Window::full(self.prefetch)
+        } else {
+            Window::opening(self.prefetch)
+        };
+        let subscribing = self
+            .broker
+            .subscribe(queue, &self.review_queue, window, self.memory);
+        Ok(subscribing.await?)
     }
 
     async fn serve(
@@ -131,7 +161,7 @@ impl Intake {
     }
 
     /// Gathers what arrives within the linger time of the first delivery, up to a full
-    /// batch. When the subscription ends meanwhile, what has arrived is still stored.
+    /// batch, or to as many as may come before they are acknowledged. When the subscription ends meanwhile, what has arrived is still stored.
     async fn gather(
         &self,
         first: Delivery,
@@ -140,7 +170,10 @@ impl Intake {
         let deadline = Instant::now() + self.linger;
         let mut bytes = first.arrived.body.len();
         let mut deliveries = vec![first];
-        while deliveries.len() < self.batch && bytes < BATCH_BYTES {
+        while deliveries.len() < self.batch
+            && bytes < BATCH_BYTES
+            && !subscription.is_full(deliveries.len())
+        {
             match timeout_at(deadline, subscription.next()).await {
                 Ok(Ok(delivery)) => {
                     bytes += delivery.arrived.body.len();
@@ -156,22 +189,23 @@ impl Intake {
     async fn store_and_ack(
         &self,
         deliveries: Vec<Delivery>,
-        subscription: &Subscription,
+        subscription: &mut Subscription,
     ) -> Result<(), Ended> {
-        self.metrics.intake_batch.observe(deliveries.len() as f64);
+        let count = deliveries.len();
+        self.metrics.intake_batch.observe(count as f64);
         let mut last = None;
-        let mut arrivals: Vec<Arrived> = Vec::with_capacity(deliveries.len());
+        let mut arrivals: Vec<Arrived> = Vec::with_capacity(count);
         for delivery in deliveries {
             arrivals.push(delivery.arrived);
             last = Some(delivery.receipt);
         }
         let Some(last) = last else { return Ok(()) };
         if Bug::AckBeforeCommit.planted() {
-            subscription.ack_through(&last).await?;
+            subscription.ack_through(&last, count).await?;
             return Ok(self.recorder.record(arrivals).await?);
         }
         self.recorder.record(arrivals).await?;
-        subscription.ack_through(&last).await?;
+        subscription.ack_through(&last, count).await?;
         Ok(())
     }
 }

@@ -100,6 +100,16 @@ impl Recorder {
         }
     }
 
+    /// Stores a message that the AMQP client could not read, for review.
+    pub async fn record_unreadable(
+        &self,
+        arrived: Arrived,
+        problems: &[String],
+    ) -> Result<(), StoreError> {
+        let task = wire::unreadable(arrived, problems, &self.rules, Uuid::now_v7);
+        self.store_alone(task).await
+    }
+
     /// Stores one message on its own, so that a bad one harms only itself. When
     /// Postgres refuses it, it goes to review stripped to what Postgres cannot refuse.
     async fn store_alone(&self, task: NewTask) -> Result<(), StoreError> {

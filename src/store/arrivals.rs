@@ -11,7 +11,7 @@ use sqlx::{FromRow, Row, postgres::PgRow};
 use uuid::Uuid;
 
 use super::{
-    Store, StoreError, Tx,
+    LARGE_BYTES, Store, StoreError, Tx,
     batch::{Columns, incoming, next_parameter},
     events::{Event, changed, literal},
     from_millis,
@@ -280,6 +280,10 @@ impl IntakeTx {
         let query = Columns::of(batch).bind(sqlx::query(self.tx.sql.of(statement)));
         let query = query.bind(&*instance);
         let stored = self.tx.run(|c| query.fetch_all(c)).await?;
+        let bytes: usize = batch.iter().map(|p| p.task.payload.len()).sum();
+        if bytes > LARGE_BYTES {
+            self.tx.shrink_buffers();
+        }
         let delays = stored.iter().map(|row| {
             let delay = from_millis(row.try_get("delay_ms")?);
             Ok((row.try_get("message_id")?, delay))

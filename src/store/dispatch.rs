@@ -6,7 +6,7 @@ use sqlx::{AssertSqlSafe, FromRow, Row, SqlSafeStr, postgres::PgRow};
 use uuid::Uuid;
 
 use super::{
-    Store, StoreError, Tx,
+    LARGE_BYTES, Store, StoreError, Tx,
     events::{Event, changed},
     millis,
     statement::{Statement, place, understood},
@@ -254,7 +254,7 @@ impl Store {
             tx.commit().await?;
             tx = self.begin_with(&self.begin_claim).await?;
         }
-        Claim::of(tx, &found, rows)
+        Claim::of(tx, found, rows)
     }
 
     /// Locks a few due rows of each lane, then the oldest, so that much work of one
@@ -281,7 +281,7 @@ impl Store {
             Some(row) => LaneCursor(row.try_get("last_lane")?),
             None => LaneCursor::default(),
         };
-        Claim::of(tx, &found, rows)
+        Claim::of(tx, found, rows)
     }
 
     /// Returns what a claim would take now, without taking it.
@@ -313,15 +313,20 @@ fn limit(n: usize) -> i64 {
 }
 
 impl Claim {
-    fn of(tx: Tx, found: &[PgRow], rows: usize) -> Result<Self, StoreError> {
+    fn of(mut tx: Tx, found: Vec<PgRow>, rows: usize) -> Result<Self, StoreError> {
         let (locked, next_us): (i64, Option<i64>) = match found.first() {
             Some(row) => (row.try_get("locked")?, row.try_get("next_us")?),
             None => (0, None),
         };
-        let tasks = found
+        let tasks: Vec<Task> = found
             .iter()
             .map(Task::from_row)
             .collect::<Result<Vec<_>, _>>()?;
+        drop(found);
+        let bytes: usize = tasks.iter().map(|task| task.payload.len()).sum();
+        if bytes > LARGE_BYTES {
+            tx.shrink_buffers();
+        }
         Ok(Self {
             tx,
             full: usize::try_from(locked).is_ok_and(|n| n >= rows || n > tasks.len()),

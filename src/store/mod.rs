@@ -47,6 +47,10 @@ use waits::{BACKEND, Watch};
 
 use crate::config::Settings;
 
+/// A statement or an answer with more bytes of payload than this leaves the connection with
+/// buffers that are worth giving back.
+const LARGE_BYTES: usize = 1 << 20;
+
 /// Writes nothing, and fails where writing would fail: on a read-only server, without
 /// the right to write, without our tables or their newest columns.
 const WRITES_NOTHING: &str = "

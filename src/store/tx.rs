@@ -2,7 +2,7 @@
 
 use std::{future::Future, pin::pin, sync::Arc, time::Duration};
 
-use sqlx::{AssertSqlSafe, FromRow, Postgres, pool::PoolConnection, postgres::PgRow};
+use sqlx::{AssertSqlSafe, Connection, FromRow, Postgres, pool::PoolConnection, postgres::PgRow};
 
 use super::{
     Store, StoreError,
@@ -76,6 +76,14 @@ impl Tx {
             self.pooler.suspect();
         }
         done
+    }
+
+    /// Gives back the memory that a large statement or a large answer took. A connection keeps
+    /// its buffers as large as they ever were, and the pool hands out all connections in turn.
+    pub(super) fn shrink_buffers(&mut self) {
+        if let Some(connection) = &mut self.connection {
+            connection.shrink_buffers();
+        }
     }
 
     /// Commits. After an error the outcome is unknown: the answer may have been lost. A

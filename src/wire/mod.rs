@@ -6,13 +6,16 @@
 
 mod decode;
 pub mod headers;
+pub mod lenient;
+mod meter;
 mod probe;
 mod republish;
 mod request;
 mod review;
 
-pub use decode::{Arrived, Rules, Source, decode, decode_message};
+pub use decode::{Arrived, Rules, Source, decode, decode_message, unreadable};
 pub use headers::header_frame_size;
+pub use meter::Meter;
 pub use probe::{is_probe, probe, probe_again};
 pub use republish::{Outgoing, republish, retry_id, with_bcc};
 pub use request::request;

@@ -117,6 +117,21 @@ pub fn decode_message(message: RetryMessage, rules: &Rules, fresh: fn() -> Uuid)
         .unwrap_or_else(|problem| invalid(body, &properties, problem, rules, fresh))
 }
 
+/// Turns a message that the AMQP client could not read into a task for review, with what is
+/// wrong with it.
+pub fn unreadable(
+    arrived: Arrived,
+    problems: &[String],
+    rules: &Rules,
+    fresh: fn() -> Uuid,
+) -> NewTask {
+    let problem = format!(
+        "the AMQP client cannot read this message: {}",
+        problems.join("; ")
+    );
+    invalid(arrived.body, &arrived.properties, problem, rules, fresh)
+}
+
 /// The task for review that holds a delivery whole, with what is wrong with it.
 fn invalid(
     body: Vec<u8>,

@@ -5,6 +5,7 @@ mod bed;
 mod client;
 mod metrics;
 mod process;
+pub mod raw;
 pub mod replay;
 mod services;
 
@@ -71,5 +72,22 @@ pub fn dead_letters_to(dead_letters: &str) -> lapin::types::FieldTable {
     let mut arguments = lapin::types::FieldTable::default();
     arguments.insert("x-dead-letter-exchange".into(), text(""));
     arguments.insert("x-dead-letter-routing-key".into(), text(dead_letters));
+    arguments
+}
+
+/// Arguments of a quorum queue that gives a message up once it was delivered more often than
+/// `limit`.
+pub fn quorum(limit: Option<i32>) -> lapin::types::FieldTable {
+    let mut arguments = lapin::types::FieldTable::default();
+    arguments.insert(
+        "x-queue-type".into(),
+        lapin::types::AMQPValue::LongString("quorum".into()),
+    );
+    if let Some(limit) = limit {
+        arguments.insert(
+            "x-delivery-limit".into(),
+            lapin::types::AMQPValue::LongInt(limit),
+        );
+    }
     arguments
 }

@@ -81,6 +81,16 @@ impl Process {
         .await;
     }
 
+    /// The most memory that the process ever had resident, in MiB, as Linux tells it.
+    pub fn peak_memory(&self) -> u64 {
+        let pid = self.child.id().expect("it still runs");
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("its status");
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+        let kib = line.and_then(|line| line.split_whitespace().next());
+        let kib: u64 = kib.expect("VmHWM").parse().expect("a number");
+        kib / 1024
+    }
+
     /// Sends a signal by the name that `kill` uses, such as `TERM`.
     pub async fn signal(&self, name: &str) {
         let pid = self.child.id().expect("it still runs");
