@@ -189,13 +189,12 @@ impl Broker {
     /// delivers all that it was sent. This probe finds that out before a batch of real
     /// messages does.
     async fn prove_publishing(&self, channel: &Channel) -> Result<(), BrokerError> {
-        let nowhere = format!("{}.probe.{}", self.name, uuid::Uuid::new_v4());
         let confirm = self
             .answer(
                 "basic.publish",
                 channel.basic_publish(
                     ShortString::default(),
-                    short(&nowhere)?,
+                    self.nowhere()?,
                     BasicPublishOptions::default(),
                     b"",
                     lapin::BasicProperties::default(),
@@ -204,6 +203,11 @@ impl Broker {
             .await?;
         self.answer("a test message", confirm).await?;
         Ok(())
+    }
+
+    /// The name of a queue that does not exist.
+    fn nowhere(&self) -> Result<ShortString, BrokerError> {
+        short(&format!("{}.probe.{}", self.name, uuid::Uuid::new_v4()))
     }
 
     async fn confirming(&self, connection: &Connection) -> Result<Channel, BrokerError> {
