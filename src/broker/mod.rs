@@ -222,13 +222,12 @@ impl Broker {
         channel: &Channel,
         exchange: &ShortString,
     ) -> Result<(), BrokerError> {
-        let nowhere = format!("{}.probe.{}", self.name, uuid::Uuid::new_v4());
         let confirm = self
             .answer(
                 "basic.publish",
                 channel.basic_publish(
                     exchange.clone(),
-                    short(&nowhere)?,
+                    self.nowhere()?,
                     BasicPublishOptions::default(),
                     b"",
                     lapin::BasicProperties::default(),
@@ -237,6 +236,11 @@ impl Broker {
             .await?;
         self.answer("a test message", confirm).await?;
         Ok(())
+    }
+
+    /// The name of a queue that does not exist.
+    fn nowhere(&self) -> Result<ShortString, BrokerError> {
+        short(&format!("{}.probe.{}", self.name, uuid::Uuid::new_v4()))
     }
 
     async fn confirming(&self, connection: &Connection) -> Result<Channel, BrokerError> {

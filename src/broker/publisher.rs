@@ -140,9 +140,10 @@ impl Publisher {
     ///
     /// Over a message that is too large the broker closes the channel, and then nobody can
     /// tell which others on that channel have arrived. So messages share the channel only if
-    /// the broker is known to take their size: one that is larger than all that it has taken
-    /// on this connection is published before the others, and alone. Once it is taken, all
-    /// that are no larger go together.
+    /// the broker is known to take their size. If the largest of a batch is larger than all
+    /// that the broker has taken on this connection, its body is first published to nowhere:
+    /// the broker looks at the size before it looks for a queue, and no queue can hold up
+    /// the answer.
     pub async fn publish(&mut self, batch: &[Outgoing]) -> (Vec<Outcome>, Option<Fault>) {
         let mut outcomes = vec![Outcome::Unsent; batch.len()];
         let marked = match self.marked(batch).await {
@@ -174,26 +175,67 @@ impl Publisher {
             }
         }
         let deadline = Instant::now() + self.broker.confirm_timeout;
-        while !posts.is_empty() && Instant::now() < deadline {
-            let next = match self.first_of_its_size(&posts) {
-                Some(at) => vec![posts.remove(at)],
-                None => std::mem::take(&mut posts),
-            };
-            let fault = self
-                .publish_together(next, &mut outcomes, bound_by, deadline)
-                .await;
-            if fault.is_some() {
-                return (outcomes, fault);
+        // A message that is alone can harm no other.
+        while posts.len() > 1
+            && let Some(largest) = self.largest_unproven(&posts)
+        {
+            let body = &posts[largest].message.body;
+            match self.prove_size(body, deadline).await {
+                Ok(()) => {}
+                Err(Fault::Channel(why)) => {
+                    outcomes[posts.remove(largest).at] = self.unacceptable(body.len(), why);
+                    if let Err(e) = self.reopen().await {
+                        return (outcomes, Some(Fault::Connection(e.to_string())));
+                    }
+                }
+                Err(fault) => {
+                    if let Fault::Timeout(_) = fault {
+                        // It may need too long for its size, and must not hold up the others
+                        // again at once.
+                        outcomes[posts[largest].at] = Outcome::Unconfirmed;
+                    }
+                    return (outcomes, Some(fault));
+                }
             }
         }
-        (outcomes, None)
+        let fault = self
+            .publish_together(posts, &mut outcomes, bound_by, deadline)
+            .await;
+        (outcomes, fault)
     }
 
     /// The place of the largest message, unless the broker is known to take its size.
-    fn first_of_its_size(&self, posts: &[Post<'_>]) -> Option<usize> {
+    fn largest_unproven(&self, posts: &[Post<'_>]) -> Option<usize> {
         let sizes = posts.iter().map(|post| post.message.body.len());
         let (at, largest) = sizes.enumerate().max_by_key(|(_, size)| *size)?;
         (largest > self.taken).then_some(at)
+    }
+
+    /// Publishes a body to a queue that does not exist, to see whether its size is taken.
+    async fn prove_size(&mut self, body: &[u8], deadline: Instant) -> Result<(), Fault> {
+        let mut fault = None;
+        let nowhere = self.broker.nowhere();
+        let nowhere = nowhere.map_err(|e| Fault::Connection(e.to_string()))?;
+        let publish = self.channel.basic_publish(
+            ShortString::default(),
+            nowhere,
+            BasicPublishOptions::default(),
+            body,
+            BasicProperties::default(),
+        );
+        let written = timeout_at(deadline, publish).await;
+        if let Some(confirm) = self.answered(written, &mut fault) {
+            let answer = timeout_at(deadline, confirm).await;
+            if self.answered(answer, &mut fault).is_some() {
+                self.note_taken(body.len());
+            }
+        }
+        fault.map_or(Ok(()), Err)
+    }
+
+    fn note_taken(&mut self, size: usize) {
+        self.taken = self.taken.max(size);
+        self.broker.sizes.note_taken(size);
     }
 
     /// What is wrong with properties that do not fit one frame: the broker would close the
@@ -292,9 +334,7 @@ impl Publisher {
                 Confirmation::Ack(_) | Confirmation::NotRequested => Outcome::Unknown,
             };
             // Returned or refused, its size was looked at first.
-            let size = message.body.len();
-            self.taken = self.taken.max(size);
-            self.broker.sizes.note_taken(size);
+            self.note_taken(message.body.len());
             note_return(answer, &mut returned);
         }
         // A confirm that we stopped waiting for may have completed since, and may carry
@@ -321,7 +361,6 @@ impl Publisher {
         match (fault, sent.as_slice()) {
             (Some(Fault::Channel(why)), [(at, message, _)]) => {
                 outcomes[*at] = self.unacceptable(message.body.len(), why);
-                // The others of the batch are not concerned.
                 let reopened = self.reopen().await;
                 reopened.err().map(|e| Fault::Connection(e.to_string()))
             }
