@@ -238,6 +238,18 @@ impl Campaign {
         Ok(verdict)
     }
 
+    /// What RabbitMQ still holds, which tells whether a message was dropped, or is only held up.
+    pub async fn queues(&self) -> anyhow::Result<String> {
+        let columns = [
+            "name",
+            "messages_ready",
+            "messages_unacknowledged",
+            "consumers",
+        ];
+        let list = move |s: &Stack| s.rabbitmq.ctl(&[&["list_queues"], &columns[..]].concat());
+        self.chaos.do_to(list).await
+    }
+
     /// For each fault, how often it happened and the longest recovery from it; and the 95th percentile of all
     /// recoveries.
     pub fn summary(&self, kills: usize) -> (String, Duration) {

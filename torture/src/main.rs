@@ -238,6 +238,12 @@ async fn torture(
             campaign.judge().await
         })
         .await;
+    if let Some(Ok(verdict)) = &judged
+        && !verdict.lost.is_empty()
+        && !args.brief
+    {
+        eprintln!("The queues in the end:\n{}", campaign.queues().await?);
+    }
     let (faults, recovery) = campaign.summary(args.kills);
     campaign.end().await;
     let Some(verdict) = judged else {
