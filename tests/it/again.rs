@@ -304,7 +304,8 @@ async fn twice_in_one_batch_the_second_meets_what_the_first_did() {
     // into one batch, even on a slow machine.
     bed.set("INTAKE_LINGER_MS", "500");
     let queue = bed.declare("target").await;
-    bed.client.declare(&bed.intake()).await;
+    let service = bed.start().await;
+    bed.widen(4).await;
     let first = message(&queue, "first");
     let higher = RetryMessage {
         retry_count: 2,
@@ -316,7 +317,6 @@ async fn twice_in_one_batch_the_second_meets_what_the_first_did() {
     };
     let batch = [first.clone(), first.clone(), higher, other];
     bed.client.send_all(&bed.intake(), &batch).await;
-    let service = bed.start().await;
     let review = next_review(&bed).await.review();
     assert_eq!(review.reason, "conflict");
     assert_eq!(review.original_payload, b"other");
@@ -337,7 +337,8 @@ async fn final_twice_in_one_batch_is_one_case_for_review() {
     let mut bed = patient_bed().await;
     bed.set("INTAKE_LINGER_MS", "500");
     let queue = bed.declare("target").await;
-    bed.client.declare(&bed.intake()).await;
+    let service = bed.start().await;
+    bed.widen(4).await;
     let first = message(&queue, "body");
     let hopeless = RetryMessage {
         error_class: ErrorClass::Final.into(),
@@ -345,7 +346,6 @@ async fn final_twice_in_one_batch_is_one_case_for_review() {
     };
     let batch = [first.clone(), hopeless.clone(), hopeless];
     bed.client.send_all(&bed.intake(), &batch).await;
-    let service = bed.start().await;
     assert_eq!(next_review(&bed).await.review().reason, "final");
     let told = [
         ("scheduled", 0),

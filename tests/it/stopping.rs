@@ -61,6 +61,7 @@ async fn deliveries_in_hand_go_back_to_the_queue_when_they_cannot_be_stored_in_t
     let queue = bed.declare("in-hand").await;
     let service = Process::spawn(bed.command());
     service.until_ready().await;
+    bed.widen(16).await;
     let held = hold_tables(&bed).await;
     let messages: Vec<RetryMessage> = (0..10).map(|_| message(&queue, "x")).collect();
     bed.client.send_all(&bed.intake(), &messages).await;

@@ -186,6 +186,31 @@ impl Bed {
             .expect("rows fall due");
     }
 
+    /// Has the running service take in so many messages for review that it may hold `window`
+    /// deliveries from now on, and forgets those messages. A subscription begins with one.
+    pub async fn widen(&self, window: usize) {
+        let mut taken = 0;
+        let mut size = 1;
+        while size < window {
+            let needed = size + 4 * size;
+            for _ in taken..needed {
+                let none = lapin::BasicProperties::default();
+                self.client.publish(&self.intake(), b"widen", none).await;
+            }
+            (taken, size) = (needed, 4 * size);
+        }
+        let reviewed = "SELECT count(*) FROM retry_queue WHERE status = 'failed'";
+        eventually("the window is wide enough", || async {
+            (self.count(reviewed).await == taken as i64).then_some(())
+        })
+        .await;
+        self.arrange("DELETE FROM retry_queue; DELETE FROM retry_events")
+            .await;
+        let channel = self.client.channel().await;
+        let purge = channel.queue_purge(self.review().into(), Default::default());
+        purge.await.expect("review is emptied");
+    }
+
     /// Inserts one row that is due now, without a way through the broker; returns its
     /// message's id.
     pub async fn insert_one(&self, queue: &str, payload: &[u8]) -> Uuid {
