@@ -28,8 +28,12 @@ const DEAD: &str = "torture.dead";
 /// The only binding of the dead-letter queue. The names of the targets do not match it.
 const DEAD_PATTERN: &str = "order.*";
 
-/// How often a message may be delivered again. This is what RabbitMQ 4 has as its default; RabbitMQ 3 has none.
+/// How often a message may be delivered again to the service. This is what RabbitMQ 4 has as its default; RabbitMQ 3
+/// has none.
 const DELIVERY_LIMIT: i32 = 20;
+
+/// The same for the campaign's own consumers, which hold many deliveries whenever their connections end.
+const NO_DELIVERY_LIMIT: i32 = 1_000_000;
 
 /// Sets what RabbitMQ can only be told before it starts. It reads all files in this directory.
 pub fn configure(rabbitmq: &Path) -> anyhow::Result<()> {
@@ -65,7 +69,12 @@ pub async fn declare(channel: &Channel, queue: &str) -> lapin::Result<()> {
     let text = |text: &str| AMQPValue::LongString(LongString::from(text));
     let mut arguments = FieldTable::default();
     arguments.insert("x-queue-type".into(), text("quorum"));
-    arguments.insert("x-delivery-limit".into(), DELIVERY_LIMIT.into());
+    let limit = if [INTAKE, DEAD_LETTERS].contains(&queue) {
+        DELIVERY_LIMIT
+    } else {
+        NO_DELIVERY_LIMIT
+    };
+    arguments.insert("x-delivery-limit".into(), limit.into());
     if TARGETS.contains(&queue) {
         arguments.insert("x-dead-letter-exchange".into(), text(DEAD));
         // Otherwise RabbitMQ itself might lose a dead letter when it is killed.
