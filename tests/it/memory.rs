@@ -1,8 +1,9 @@
 //! How much memory the service needs, whatever waits for it.
 
-use crate::support::{Bed, Process, message};
+use crate::support::{Bed, Process, eventually, message};
 
 const MIB: usize = 1 << 20;
+const RECONNECTS: &str = "retry_reconnects_total{part=\"intake\"}";
 
 /// The service reads no more than INTAKE_MEMORY_BYTES ahead; what it reads passes through several
 /// buffers on its way to Postgres, and back from there to RabbitMQ at the same time.
@@ -33,4 +34,56 @@ async fn large_messages_that_wait_fit_a_container_of_256_mb() {
     service.signal("TERM").await;
     service.ended().await;
     assert!(peak < 240, "{peak} MiB were resident");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn with_room_for_less_than_one_message_all_are_stored() {
+    let mut bed = Bed::new().await;
+    bed.migrate().await;
+    bed.set("INTAKE_MEMORY_BYTES", "65536");
+    let (intake, work) = (bed.intake(), bed.declare("work").await);
+    bed.client.declare(&intake).await;
+    let messages: Vec<_> = (0..600)
+        .map(|n| message(&work, vec![b'x'; if n % 20 == 7 { MIB } else { 1000 }]))
+        .collect();
+    bed.client.send_all(&intake, &messages).await;
+    let service = bed.start().await;
+    bed.until_count("SELECT count(*) FROM retry_queue", 600)
+        .await;
+    let reconnects = service.scrape().await.get(RECONNECTS);
+    assert!(reconnects < 1.0, "{reconnects} times");
+    service.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_connection_that_is_not_read_for_want_of_room_is_not_taken_for_dead() {
+    let mut bed = Bed::new().await;
+    bed.migrate().await;
+    bed.set("INTAKE_MEMORY_BYTES", "65536")
+        .set("BROKER_HEARTBEAT_SECONDS", "2")
+        .set("DATABASE_TIMEOUT_MS", "60000");
+    let (intake, work) = (bed.intake(), bed.declare("work").await);
+    bed.client.declare(&intake).await;
+    let service = bed.start().await;
+    let mut lock = bed.db.begin().await.expect("a transaction");
+    sqlx::query("LOCK TABLE retry_queue IN EXCLUSIVE MODE")
+        .execute(&mut *lock)
+        .await
+        .expect("the lock");
+    let large = message(&work, vec![b'x'; 100_000]);
+    bed.client.send(&intake, &large).await;
+    // The client takes a connection for dead after two heartbeats, so after four seconds.
+    eventually("it has waited with a delivery in hand", || async {
+        let waiting = "SELECT count(*) FROM pg_stat_activity
+            WHERE datname = current_database() AND wait_event_type = 'Lock'
+              AND query LIKE 'WITH arrays%' AND clock_timestamp() > query_start + interval '10 s'";
+        (bed.count(waiting).await > 0).then_some(())
+    })
+    .await;
+    lock.rollback().await.expect("unlocked");
+    bed.client.send(&intake, &message(&work, b"the next")).await;
+    bed.until_count("SELECT count(*) FROM retry_queue", 2).await;
+    let reconnects = service.scrape().await.get(RECONNECTS);
+    assert!(reconnects < 1.0, "{reconnects} times");
+    service.stop().await;
 }
