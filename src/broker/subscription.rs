@@ -9,6 +9,7 @@ use lapin::{
     types::{FieldTable, ShortString},
 };
 use tokio::time::timeout;
+use tracing::debug;
 
 use super::{Broker, BrokerError, close, short, throttle::Gate};
 use crate::{domain::window::Window, plant::Point, wire::Arrived};
@@ -198,6 +199,7 @@ impl Subscription {
             return;
         };
         self.window.grown_to(size);
+        debug!(window = size, "intake may hold more");
         let (channel, queue, tag) = (
             self.channel.clone(),
             self.consumer.queue(),

@@ -123,3 +123,49 @@ impl Throttle {
         self.gate.lock().meter.read(bytes);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A delivery that takes 45 bytes and more by its body.
+    fn delivery(body: usize) -> Vec<u8> {
+        let mut bytes = vec![1, 0, 1, 0, 0, 0, 4, 0, 60, 0, 60, 206];
+        bytes.extend([2, 0, 1, 0, 0, 0, 14, 0, 60, 0, 0]);
+        bytes.extend((body as u64).to_be_bytes());
+        bytes.extend([0, 0, 206, 3, 0, 1]);
+        bytes.extend(u32::try_from(body).unwrap().to_be_bytes());
+        bytes.resize(bytes.len() + body, 0);
+        bytes.push(206);
+        bytes
+    }
+
+    #[test]
+    fn a_gate_is_shut_while_whole_deliveries_fill_the_budget() {
+        let gate = Gate::new(1000);
+        let read = |bytes: &[u8]| gate.lock().meter.read(bytes);
+        read(&delivery(400));
+        assert!(!gate.is_shut());
+        let large = delivery(700);
+        read(&large[..700]);
+        assert!(gate.is_shut(), "the first is whole");
+        gate.release(1);
+        assert!(!gate.is_shut());
+        read(&large[700..]);
+        assert!(!gate.is_shut());
+        read(&delivery(400));
+        assert!(gate.is_shut());
+    }
+
+    #[test]
+    fn a_delivery_larger_than_the_budget_is_read_to_its_end() {
+        let gate = Gate::new(1000);
+        let large = delivery(5000);
+        gate.lock().meter.read(&large[..5000]);
+        assert!(!gate.is_shut());
+        gate.lock().meter.read(&large[5000..]);
+        assert!(gate.is_shut());
+        gate.release(1);
+        assert!(!gate.is_shut());
+    }
+}

@@ -73,6 +73,9 @@ async fn where_queues_are_quorum_queues_what_was_delivered_too_often_goes_to_rev
     bed.start().await.stop().await;
 
     let (intake, review) = (bed.intake(), bed.review());
+    let listed = ["list_queues", "-p", &host, "name", "arguments"];
+    let listed = disturb(|| stack.rabbitmq.ctl(&listed));
+    assert!(listed.contains("at-least-once"), "{listed}");
     // Before 4.0 there is no limit unless somebody sets one.
     let limit = [
         "set_policy",
