@@ -91,7 +91,7 @@ impl Loop<'_> {
         let tried = match self.course(broker, store).await {
             Ok(mut course) => {
                 let outcome = course.twice().await;
-                let tidied = course.tidy().await;
+                let tidied = Box::pin(course.tidy()).await;
                 outcome.and_then(|outcome| tidied.map(|()| outcome))
             }
             Err(e) => Err(e),

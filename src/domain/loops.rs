@@ -187,7 +187,7 @@ mod tests {
         assert_eq!(one, of("q", b"body"));
         assert_ne!(one, of("p", b"body"));
         assert_ne!(one, of("q", b"bodz"));
-        assert_ne!(one, of("qb", b"ody"));
+        assert_ne!(of("a", b"bc"), of("ab", b"c"));
         assert_ne!(one, Fingerprint::of(8, "q", b"body"));
         let long = vec![7; 100_000];
         let mut other = long.clone();

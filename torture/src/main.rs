@@ -8,7 +8,7 @@
 //! by the producers in [`post`], to the [`consumer`]s; [`fault`] lists the faults, which [`chaos`], [`ambush`], [`disk`],
 //! [`promote`] and [`strange`], with [`unreadable`], carry out on each [`instance`]; [`ledger`], [`excuse`] and [`rows`]
 //! come to the verdict. [`plant`] and [`controls`] show that the verdict can be a bad one. [`steady`](mod@steady) is a
-//! load without faults, [`failover`] one on servers that take each other's place.
+//! load without faults, [`failover`](mod@failover) one on servers that take each other's place.
 
 mod ambush;
 mod campaign;
