@@ -10,6 +10,7 @@ use tracing::info;
 use super::{Broker, BrokerError, amqp_code, close, short};
 
 const NOT_FOUND: u16 = 404;
+const ACCESS_REFUSED: u16 = 403;
 const PRECONDITION_FAILED: u16 = 406;
 
 /// What a queue that we declare is for.
@@ -29,7 +30,8 @@ pub(super) enum Role<'r> {
 impl Role<'_> {
     /// The arguments to declare such a queue with, the best first. A broker refuses arguments
     /// that it does not know, or that the queue's type does not have, which the virtual host
-    /// decides; so what is refused is tried with fewer.
+    /// decides, and dead-lettering by an exchange that the user may not publish to; so what is
+    /// refused is tried with fewer.
     fn arguments(self) -> Vec<FieldTable> {
         let text = |text: &str| AMQPValue::LongString(text.into());
         let plain = FieldTable::default();
@@ -45,7 +47,7 @@ impl Role<'_> {
                 let mut quorum = classic.clone();
                 quorum.insert("x-dead-letter-strategy".into(), text("at-least-once"));
                 quorum.insert("x-overflow".into(), text("reject-publish"));
-                vec![quorum, classic]
+                vec![quorum, classic, plain]
             }
             // However often people put a message back, it stays. RabbitMQ 4 knows -1 for no limit,
             // but 3.10 takes that for a limit that the first return exceeds.
@@ -85,6 +87,7 @@ impl Broker {
         if self.exists(connection, queue).await? {
             return Ok(());
         }
+        let mut refused = None;
         for arguments in role.arguments() {
             // The broker closes a channel over what it refuses.
             let channel = self
@@ -106,17 +109,19 @@ impl Broker {
                     );
                     return Ok(());
                 }
-                Err(BrokerError::Failed(e)) if amqp_code(&e) == Some(PRECONDITION_FAILED) => {
+                Err(BrokerError::Failed(e))
+                    if matches!(amqp_code(&e), Some(ACCESS_REFUSED | PRECONDITION_FAILED)) =>
+                {
                     // Somebody else may have declared it meanwhile, in another way.
                     if self.exists(connection, queue).await? {
                         return Ok(());
                     }
+                    refused = Some(e);
                 }
                 Err(e) => return Err(e),
             }
         }
-        let problem = format!("the queue {:?} cannot be declared", queue.as_str());
-        Err(BrokerError::Unexpected(problem))
+        refused.map_or(Ok(()), |e| Err(e.into()))
     }
 
     async fn exists(
