@@ -174,6 +174,8 @@ async fn an_instance_that_is_stopped_while_a_commit_waits_leaves_in_time_and_not
         1,
     )
     .await;
+    bed.until_count("SELECT count(*) FROM retry_queue", 100)
+        .await;
     bed.make_due().await;
     each_was_sent_once(&bed, &queue, 100).await;
 }
