@@ -17,7 +17,8 @@ use std::{hash::BuildHasher, hash::Hasher, time::Duration};
 
 use foldhash::quality::FixedState;
 
-/// How many bodies are remembered in groups of [`GROUP`]; in all 131,072 of them, in 3 MiB.
+/// How many bodies are remembered in groups of [`GROUP`]; in all 131,072 of them, in 3 MiB,
+/// which are taken group by group.
 const GROUPS: usize = 1 << 14;
 /// Within a group, the one that came last the longest ago is forgotten for a new one.
 const GROUP: usize = 8;
@@ -76,13 +77,13 @@ impl Seen {
 /// Counts generations of equal bodies, in a fixed amount of memory. `now` is the time since
 /// any moment, the same for all calls.
 pub struct LoopWatch {
-    groups: Box<[[Seen; GROUP]]>,
+    groups: Box<[Option<Box<[Seen; GROUP]>>]>,
 }
 
 impl Default for LoopWatch {
     fn default() -> Self {
         Self {
-            groups: vec![Default::default(); GROUPS].into_boxed_slice(),
+            groups: vec![None; GROUPS].into_boxed_slice(),
         }
     }
 }
@@ -92,7 +93,8 @@ impl LoopWatch {
     pub fn generation(&self, fingerprint: Fingerprint, now: Duration) -> u32 {
         let now_ms = millis(now);
         let group = &self.groups[fingerprint.group()];
-        let seen = group.iter().find(|seen| seen.is(fingerprint, now_ms));
+        let mut group = group.iter().flat_map(|group| group.iter());
+        let seen = group.find(|seen| seen.is(fingerprint, now_ms));
         seen.map_or(1, |seen| seen.generation_at(now_ms))
     }
 
@@ -100,7 +102,7 @@ impl LoopWatch {
     /// generation.
     pub fn came_new(&mut self, fingerprint: Fingerprint, now: Duration, delay: Duration) -> u32 {
         let now_ms = millis(now);
-        let group = &mut self.groups[fingerprint.group()];
+        let group = self.groups[fingerprint.group()].get_or_insert_default();
         let place = group.iter().position(|seen| seen.is(fingerprint, now_ms));
         // The group is in the order in which its bodies came, the last one first.
         group[..=place.unwrap_or(GROUP - 1)].rotate_right(1);
@@ -119,7 +121,8 @@ impl LoopWatch {
     /// This body came back under the id that it was sent with: its ids are kept, so it does
     /// not loop.
     pub fn came_back(&mut self, fingerprint: Fingerprint) {
-        for seen in &mut self.groups[fingerprint.group()] {
+        let group = &mut self.groups[fingerprint.group()];
+        for seen in group.iter_mut().flat_map(|group| group.iter_mut()) {
             if seen.fingerprint == fingerprint.0 {
                 *seen = Seen::default();
             }
