@@ -220,9 +220,15 @@ impl Store {
 
     /// A connection for a transaction; the caller begins it with `self.begin`.
     async fn unbegun(&self) -> Result<Tx, StoreError> {
-        self.check_pooler().await?;
-        let connection = self.within(self.pool.acquire()).await?;
-        Ok(Tx::on(connection, self.deadline, self))
+        loop {
+            self.check_pooler().await?;
+            let connection = self.within(self.pool.acquire()).await?;
+            // The pool may have made this very connection since the look, because the old ones
+            // had ended: then a pooler that mixes up statements may have taken the old one's place.
+            if self.pooler.is_checked() {
+                return Ok(Tx::on(connection, self.deadline, self));
+            }
+        }
     }
 
     async fn within<T>(

@@ -69,7 +69,8 @@ impl Pooler {
         self.connects.fetch_add(1, Ordering::Relaxed);
     }
 
-    fn is_checked(&self) -> bool {
+    /// Whether no connection was made since the last look.
+    pub(super) fn is_checked(&self) -> bool {
         self.checked.load(Ordering::Relaxed) == self.connects.load(Ordering::Relaxed)
     }
 
