@@ -85,6 +85,10 @@ pub struct Args {
     /// path, or sql:STATEMENT for the tables; may be given several times
     #[arg(long, value_name = "CHANGE", conflicts_with = "only")]
     versus: Vec<String>,
+    /// With --versus: over how many target queues the messages are spread
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "versus",
+          value_parser = clap::value_parser!(u32).range(1..))]
+    targets: u32,
     /// A setting of retry-scheduler, for all scenarios
     #[arg(long, value_name = "NAME=VALUE")]
     set: Vec<String>,
@@ -125,7 +129,7 @@ async fn bench(args: Args) -> anyhow::Result<()> {
     let mut report = Report::new(&field, args.full);
     if !args.versus.is_empty() {
         chosen.clear();
-        report.add(versus::run(&mut field, &args.versus).await?);
+        report.add(versus::run(&mut field, &args.versus, args.targets).await?);
     }
     let mut failed = None;
     for scenario in chosen {

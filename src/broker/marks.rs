@@ -28,12 +28,19 @@ use tracing::warn;
 use super::{Broker, BrokerError, Publisher, amqp_code};
 use crate::wire::Outgoing;
 
-/// The exchange of the marks, and the queue that they lead to. Not named by SERVICE_NAME,
-/// because services of all names share it.
+/// The exchange of the marks. Not named by SERVICE_NAME, because services of all names share
+/// it.
 const MARKS: &str = "retry-scheduler.intakes";
+
+/// The queue that the marks lead to. It is a quorum queue: a classic one lives on one node of a
+/// cluster, and while that node is down the broker does not answer who declares it.
+const MARKED: &str = "retry-scheduler.marked";
 
 /// How long an answer is believed: a queue may become another service's intake at any time.
 const BELIEVED: Duration = Duration::from_secs(300);
+
+/// How long no question is asked after one that was not answered.
+const REST: Duration = Duration::from_secs(30);
 
 /// The most answers that are kept: queue names are strangers' words.
 const MOST_KNOWN: usize = 10_000;
@@ -44,6 +51,9 @@ pub(super) struct Marks {
     known: Mutex<HashMap<ShortString, Known>>,
     /// Whether the broker has refused to let us make marks or look for them.
     refused: AtomicBool,
+    /// When the broker last failed to answer. Most of a cluster may be down for the queue of
+    /// the marks, and not for the queues that messages go to.
+    unanswered: Mutex<Option<Instant>>,
 }
 
 struct Known {
@@ -81,14 +91,33 @@ impl Marks {
         known.insert(queue, Known { marked, since });
     }
 
-    /// Does without marks where the broker does not allow them, and says so once; any other
-    /// error is the caller's.
+    /// Whether there is no point in asking now.
+    fn rests(&self) -> bool {
+        let unanswered = self.unanswered.lock();
+        let unanswered = *unanswered.unwrap_or_else(PoisonError::into_inner);
+        self.refused.load(Ordering::Relaxed) || unanswered.is_some_and(|at| at.elapsed() < REST)
+    }
+
+    /// Does without marks for a while where the broker does not answer, and for good where it
+    /// does not allow them, which is said once; any other error is the caller's.
     fn forgive(&self, error: BrokerError) -> Result<(), BrokerError> {
         const ACCESS_REFUSED: u16 = 403;
         const NOT_FOUND: u16 = 404;
         const PRECONDITION_FAILED: u16 = 406;
-        let BrokerError::Failed(error) = error else {
-            return Err(error);
+        let error = match error {
+            BrokerError::Failed(error) => error,
+            BrokerError::Silent(what, _) => {
+                warn!(
+                    exchange = MARKS,
+                    error = %error,
+                    "the broker did not answer {what} about the intake queues of other services; \
+                     messages go on without that"
+                );
+                let unanswered = self.unanswered.lock();
+                *unanswered.unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+                return Ok(());
+            }
+            other => return Err(other),
         };
         match amqp_code(&error) {
             // Somebody has just deleted the exchange; it is made again next time.
@@ -128,7 +157,8 @@ impl Broker {
             let channel = self.channel_for_marks(connection).await?;
             let none = FieldTable::default();
             let options = QueueBindOptions::default();
-            let bind = channel.queue_bind(MARKS.into(), MARKS.into(), queue.clone(), options, none);
+            let bind =
+                channel.queue_bind(MARKED.into(), MARKS.into(), queue.clone(), options, none);
             self.answer("queue.bind", bind).await?;
             self.answer("channel.close", channel.close(200, "done".into()))
                 .await
@@ -150,14 +180,14 @@ impl Broker {
         self.answer("exchange.declare", exchange).await?;
         let text = |text: &str| AMQPValue::LongString(text.into());
         let mut keeps_nothing = FieldTable::default();
-        keeps_nothing.insert("x-queue-type".into(), text("classic"));
+        keeps_nothing.insert("x-queue-type".into(), text("quorum"));
         keeps_nothing.insert("x-max-length".into(), AMQPValue::LongInt(0));
         // A policy for all queues may name a dead-letter exchange; this outranks it, and
         // leads nowhere.
         keeps_nothing.insert("x-dead-letter-exchange".into(), text(""));
         keeps_nothing.insert("x-dead-letter-routing-key".into(), text("amq.nowhere"));
         let durable = QueueDeclareOptions::durable();
-        let queue = channel.queue_declare(MARKS.into(), durable, keeps_nothing);
+        let queue = channel.queue_declare(MARKED.into(), durable, keeps_nothing);
         self.answer("queue.declare", queue).await?;
         Ok(channel)
     }
@@ -171,7 +201,7 @@ impl Publisher {
         batch: &[Outgoing],
     ) -> Result<HashSet<ShortString>, BrokerError> {
         let marks = self.broker.marks.clone();
-        if marks.refused.load(Ordering::Relaxed) {
+        if marks.rests() {
             return Ok(HashSet::new());
         }
         let (mut marked, mut unknown) = marks.look_up(batch);
@@ -267,6 +297,17 @@ mod tests {
         let (marked, unknown) = marks.look_up(&batch);
         assert!(marked.is_empty());
         assert_eq!(unknown.len(), 3);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_broker_that_does_not_answer_is_not_asked_again_for_a_while() {
+        let marks = Marks::default();
+        assert!(!marks.rests());
+        let silent = BrokerError::Silent("queue.declare", Duration::from_secs(2));
+        assert!(marks.forgive(silent).is_ok());
+        assert!(marks.rests());
+        tokio::time::advance(REST).await;
+        assert!(!marks.rests());
     }
 
     #[test]

@@ -28,7 +28,7 @@ use crate::{
     wire::ReviewFormat,
 };
 use turn::{Turn, TurnError};
-use watch::Look;
+use watch::{Look, Nap};
 
 /// A worker that publishes what is due. Several may run, on several instances.
 #[allow(missing_docs)] // fields without a comment are the parts it works with
@@ -71,6 +71,8 @@ struct Memory {
     fair: bool,
     /// Where the next fair claim goes on.
     lanes: LaneCursor,
+    /// How long to wait when others hold what is due.
+    nap: Nap,
 }
 
 impl Dispatcher {
@@ -132,7 +134,8 @@ impl Dispatcher {
                 self.part.up(self.broker.describe());
             }
             if look != Look::Claim {
-                let watched = cancelled.run_until_cancelled(self.watch(look));
+                let watch = self.watch(look, &mut session.memory.nap);
+                let watched = cancelled.run_until_cancelled(watch);
                 look = watched.await.unwrap_or(Look::Watch);
                 continue;
             }
@@ -144,6 +147,9 @@ impl Dispatcher {
                 Ok(turn) => {
                     store_failed = false;
                     session.memory.backoff.reset();
+                    if turn != Turn::Nothing {
+                        session.memory.nap = Nap::after_turn(began.elapsed());
+                    }
                     look = match turn {
                         Turn::Full => Look::Claim,
                         Turn::Short(None) => Look::Watch,

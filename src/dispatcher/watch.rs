@@ -7,9 +7,40 @@ use tokio::time::{Instant, timeout};
 use super::Dispatcher;
 use crate::store::dispatch::NextDue;
 
-/// How long to wait when rows are due but others hold them: look again soon, but not
-/// at once.
-const CONTENDED_NAP: Duration = Duration::from_millis(50);
+/// The longest wait while rows are due but others hold them.
+const LONGEST_NAP: Duration = Duration::from_millis(50);
+
+/// The shortest one: a look costs Postgres about as much as this.
+const SHORTEST_NAP: Duration = Duration::from_millis(1);
+
+/// How long a worker waits when rows are due but others hold them.
+///
+/// It waits for about as long as its last turn took. Where turns are short, rows trickle in,
+/// and one that falls due while the others are busy should not wait for long. Where they are
+/// long, much is due, and a worker that looks at once would take a few rows at a time, which
+/// costs more for each. Every look in vain doubles the wait, because others may hold their
+/// rows for as long as the broker keeps them waiting.
+#[derive(Debug)]
+pub(super) struct Nap(Duration);
+
+impl Default for Nap {
+    fn default() -> Self {
+        Self(LONGEST_NAP)
+    }
+}
+
+impl Nap {
+    pub(super) fn after_turn(took: Duration) -> Self {
+        Self(took.clamp(SHORTEST_NAP, LONGEST_NAP))
+    }
+
+    /// This wait; the next one is longer.
+    fn next(&mut self) -> Duration {
+        let nap = self.0;
+        self.0 = (nap * 2).min(LONGEST_NAP);
+        nap
+    }
+}
 
 /// What a worker does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,7 +72,7 @@ impl Dispatcher {
     /// Waits until something is due, at most the poll interval. One of all workers
     /// watches while the others queue for that role, so that an idle service asks
     /// Postgres one question a poll interval.
-    pub(super) async fn watch(&self, look: Look) -> Look {
+    pub(super) async fn watch(&self, look: Look, nap: &mut Nap) -> Look {
         let Ok(watcher) = timeout(self.poll_interval, self.wake.watcher.lock()).await else {
             return look;
         };
@@ -65,7 +96,7 @@ impl Dispatcher {
                 // and notice rows that fall due meanwhile.
                 drop(watcher);
                 if look.shows_held(overdue, now) {
-                    tokio::time::sleep(CONTENDED_NAP).await;
+                    tokio::time::sleep(nap.next()).await;
                 }
                 Look::Claim
             }
@@ -82,7 +113,7 @@ impl Dispatcher {
             // set; it is not to be asked again without a pause.
             Err(_) => {
                 drop(watcher);
-                tokio::time::sleep(CONTENDED_NAP).await;
+                tokio::time::sleep(LONGEST_NAP).await;
                 Look::Claim
             }
         }
@@ -114,5 +145,17 @@ mod tests {
     #[test]
     fn without_a_claim_in_vain_nothing_shows_that_others_hold_a_row() {
         assert!(!Look::Watch.shows_held(3600 * 1000 * MS, Instant::now()));
+    }
+
+    #[test]
+    fn a_nap_is_as_long_as_the_last_turn_and_doubles_with_each_look_in_vain() {
+        let mut nap = Nap::after_turn(20 * MS);
+        assert_eq!(
+            [nap.next(), nap.next(), nap.next()],
+            [20 * MS, 40 * MS, 50 * MS]
+        );
+        assert_eq!(Nap::after_turn(Duration::ZERO).next(), MS);
+        assert_eq!(Nap::after_turn(1000 * MS).next(), 50 * MS);
+        assert_eq!(Nap::default().next(), 50 * MS);
     }
 }

@@ -10,6 +10,9 @@ const FAILED: &str = "SELECT count(*) FROM retry_queue WHERE status = 'failed'";
 /// The exchange by which services mark their queues.
 const MARKS: &str = "retry-scheduler.intakes";
 
+/// The queue that the marks lead to.
+const MARKED: &str = "retry-scheduler.marked";
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_message_for_another_services_intake_goes_to_review_and_not_there() {
     let (mut ours, mut theirs) = (Bed::new().await, Bed::new().await);
@@ -64,7 +67,7 @@ async fn a_queue_that_is_no_intake_any_more_is_a_target_again_once_its_mark_is_r
     let channel = theirs.client.channel().await;
     channel
         .queue_unbind(
-            MARKS.into(),
+            MARKED.into(),
             MARKS.into(),
             former.as_str().into(),
             FieldTable::default(),

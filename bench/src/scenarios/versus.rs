@@ -37,13 +37,17 @@ impl Change {
 }
 
 /// Measures the rate without a change, and with each of the changes.
-pub async fn run(field: &mut Field, changes: &[String]) -> anyhow::Result<Vec<Finding>> {
+pub async fn run(
+    field: &mut Field,
+    changes: &[String],
+    targets: u32,
+) -> anyhow::Result<Vec<Finding>> {
     let load = Load {
         count: field.pick(10_000, 50_000),
         size: 1024,
-        targets: 1,
+        targets,
     };
-    let mut inbox = field.inbox(1).await?;
+    let mut inbox = field.inbox(targets).await?;
     let unchanged = field.lane("unchanged").await?;
     let mut ways = vec![Way::through(&unchanged)];
     let mut schedulers = vec![field.scheduler(&unchanged, &[]).await?];
