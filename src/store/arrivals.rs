@@ -15,7 +15,7 @@ use super::{
     batch::{Columns, incoming, next_parameter},
     events::{Event, changed, literal},
     from_millis,
-    statement::{Statement, place},
+    statement::{Statement, found_by_key},
 };
 use crate::{
     domain::{
@@ -121,16 +121,16 @@ pub(super) static FAIL_AGAIN: Statement = Statement::new("fail again", || {
                 tenant_id = d.tenant, correlation_id = d.correlation_id, trace_id = d.trace_id,
                 priority = d.priority
             FROM timed d {}
-            WHERE q.ctid = place.ctid
-            RETURNING q.message_id, q.error_reason, {DELAY_MS}, place.status AS was,
-                      CASE WHEN place.original_payload <> q.original_payload THEN
-                          'body changed from sha256 ' || encode(sha256(place.original_payload), 'hex')
+            WHERE q.ctid = found.ctid
+            RETURNING q.message_id, q.error_reason, {DELAY_MS}, found.status AS was,
+                      CASE WHEN found.original_payload <> q.original_payload THEN
+                          'body changed from sha256 ' || encode(sha256(found.original_payload), 'hex')
                           || ' to sha256 ' || encode(sha256(q.original_payload), 'hex')
                       END AS detail, {}
         ), events AS ({})
         SELECT message_id, delay_ms FROM updated",
         incoming(),
-        place(
+        found_by_key(
             "retry_queue",
             "message_id = d.message_id",
             "ctid, status, original_payload"
@@ -175,10 +175,10 @@ pub(super) static NOTE_DUPLICATES: Statement = Statement::new("note duplicates",
                                      THEN LEAST(q.next_retry_at, now()) ELSE q.next_retry_at END
             FROM unnest($1::bigint[], $2::int[], $3::bool[]) AS i (id, retry_count, spent)
             {}
-            WHERE q.ctid = place.ctid
+            WHERE q.ctid = found.ctid
             RETURNING {}
         ) {}",
-        place("retry_queue", "id = i.id", "ctid"),
+        found_by_key("retry_queue", "id = i.id", "ctid"),
         changed(),
         events.insert(),
     )

@@ -9,7 +9,7 @@ use super::{
     LARGE_BYTES, Store, StoreError, Tx,
     events::{Event, changed},
     millis,
-    statement::{Statement, place, understood},
+    statement::{Statement, found_by_key, understood},
 };
 use crate::{
     domain::{
@@ -193,10 +193,10 @@ pub(super) static SETTLE: Statement = Statement::of_claim("settle", || {
                 settled_at = CASE WHEN o.status = 'pending' THEN q.settled_at
                                   ELSE clock_timestamp() END
             FROM outcome o {}
-            WHERE q.ctid = place.ctid
+            WHERE q.ctid = found.ctid
             RETURNING o.event_type, o.delay_ms, o.error, o.attempt_id, {}
         ) {}",
-        place("retry_queue", "id = o.id", "ctid"),
+        found_by_key("retry_queue", "id = o.id", "ctid"),
         changed(),
         events.insert(),
     )

@@ -14,7 +14,7 @@ use super::{
     arrivals::IntakeTx,
     events::{Event, changed, literal},
     millis,
-    statement::{Statement, place},
+    statement::{Statement, found_by_key},
 };
 use crate::domain::{
     arrival::{Applied, Since},
@@ -102,10 +102,10 @@ pub(super) static ATTACH: Statement = Statement::new("attach keys", || {
             CROSS JOIN LATERAL (
                 SELECT * FROM retry_queue WHERE message_id = i.message_id OFFSET 0
             ) q {}
-            WHERE k.ctid = place.ctid
+            WHERE k.ctid = found.ctid
             RETURNING {}
         ) {}",
-        place(
+        found_by_key(
             "idempotency_keys",
             "scope = i.scope AND key = i.key",
             "ctid"

@@ -91,7 +91,7 @@ pub(super) static REMOVE_TASKS: Statement = Statement::new("remove old tasks", |
 });
 
 /// Removes the oldest events that are too old. Ids grow with time, so the oldest stand
-/// first; and an event is never changed, so it keeps its place.
+/// first; and an event is never changed, so it keeps its `ctid`.
 pub(super) static REMOVE_EVENTS: Statement = Statement::new("remove old events", || {
     "DELETE FROM retry_events WHERE ctid = ANY(ARRAY(
          SELECT ctid FROM (SELECT ctid, at FROM retry_events ORDER BY id LIMIT $1) e
@@ -99,7 +99,7 @@ pub(super) static REMOVE_EVENTS: Statement = Statement::new("remove old events",
         .to_owned()
 });
 
-/// Removes expired keys. A key that is taken meanwhile has another place, and stays.
+/// Removes expired keys. A key that is taken meanwhile has another `ctid`, and stays.
 pub(super) static REMOVE_KEYS: Statement = Statement::new("remove expired keys", || {
     "DELETE FROM idempotency_keys WHERE ctid = ANY(ARRAY(
          SELECT ctid FROM idempotency_keys WHERE expires_at <= now()

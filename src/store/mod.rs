@@ -36,6 +36,7 @@ use sqlx::{
     PgPool,
     postgres::{PgConnectOptions, PgPoolOptions},
 };
+use tokio::time::Instant;
 
 pub use error::{StoreError, Unfit};
 use pooler::Pooler;
@@ -220,15 +221,15 @@ impl Store {
 
     /// A connection for a transaction; the caller begins it with `self.begin`.
     async fn unbegun(&self) -> Result<Tx, StoreError> {
-        loop {
+        repeated(self.deadline, || async {
             self.check_pooler().await?;
             let connection = self.within(self.pool.acquire()).await?;
             // The pool may have made this very connection since the look, because the old ones
             // had ended: then a pooler that mixes up statements may have taken the old one's place.
-            if self.pooler.is_checked() {
-                return Ok(Tx::on(connection, self.deadline, self));
-            }
-        }
+            let checked = self.pooler.is_checked();
+            Ok(checked.then(|| Tx::on(connection, self.deadline, self)))
+        })
+        .await
     }
 
     async fn within<T>(
@@ -236,6 +237,24 @@ impl Store {
         work: impl Future<Output = Result<T, sqlx::Error>>,
     ) -> Result<T, StoreError> {
         within(self.deadline, work).await
+    }
+}
+
+/// Tries until a try gives a connection. No try begins after the deadline: on a way on which every
+/// connection dies soon and is made anew, none is ever there long enough. A try that has begun is
+/// not cut short, because each of its steps has a deadline of its own, and a slow way needs many.
+async fn repeated<T, F>(deadline: Duration, mut attempt: impl FnMut() -> F) -> Result<T, StoreError>
+where
+    F: Future<Output = Result<Option<T>, StoreError>>,
+{
+    let start = Instant::now();
+    loop {
+        if let Some(connection) = attempt().await? {
+            return Ok(connection);
+        }
+        if start.elapsed() >= deadline {
+            return Err(sqlx::Error::PoolTimedOut.into());
+        }
     }
 }
 
@@ -266,4 +285,37 @@ fn millis(duration: Duration) -> i64 {
 /// A time that Postgres gave in milliseconds; a negative one has passed.
 fn from_millis(ms: i64) -> Duration {
     Duration::from_millis(u64::try_from(ms).unwrap_or(0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DEADLINE: Duration = Duration::from_secs(5);
+    const ROUND: Duration = Duration::from_secs(2);
+
+    #[tokio::test(start_paused = true)]
+    async fn a_way_on_which_every_connection_is_new_is_given_up_at_the_deadline() {
+        let start = Instant::now();
+        let given: Result<(), StoreError> = repeated(DEADLINE, || async {
+            tokio::time::sleep(ROUND).await;
+            Ok(None)
+        })
+        .await;
+        assert!(
+            matches!(given, Err(StoreError::Unavailable(_))),
+            "{given:?}"
+        );
+        assert_eq!(start.elapsed(), 3 * ROUND, "no try begins after 5 s");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_connection_that_lasts_is_taken_however_long_its_try_took() {
+        let given = repeated(DEADLINE, || async {
+            tokio::time::sleep(2 * DEADLINE).await;
+            Ok(Some("a connection"))
+        })
+        .await;
+        assert_eq!(given.ok(), Some("a connection"));
+    }
 }

@@ -16,7 +16,7 @@ use crate::domain::{classify::ErrorClass, review::Reason, task::Status};
 /// A table that is small when a statement is planned is read whole, and goes on being
 /// read whole while it grows: until the next ANALYZE, each row of a batch would be
 /// compared with each row of the table. So no plan here may read a table whole, and
-/// batches find their rows by [`place`], not by a join, which might begin with the
+/// batches find their rows by [`found_by_key`], not by a join, which might begin with the
 /// table. Compiling such short statements does not pay either.
 const PLAN_SETTINGS: &str =
     "set_config('enable_seqscan', 'off', true), set_config('jit', 'off', true)";
@@ -157,13 +157,13 @@ pub(super) fn settings(claims: bool) -> String {
     }
 }
 
-/// Joins each row of a batch with the place of the row in `table` that has its key, and
-/// with other `columns` of that row as they were: one look into the index, whatever Postgres believes of the table. `OFFSET 0` keeps
-/// the planner from making a join of it. The update then says
-/// `WHERE q.ctid = place.ctid`. Only for rows that this transaction has locked, since
-/// those keep their place.
-pub(super) fn place(table: &str, key: &str, columns: &str) -> String {
-    format!(" CROSS JOIN LATERAL (SELECT {columns} FROM {table} WHERE {key} OFFSET 0) AS place ")
+/// Joins each row of a batch with the row in `table` that has its key, as `found`: with its
+/// `ctid` and other `columns` as they were. This is one look into the index, whatever Postgres
+/// believes of the table. `OFFSET 0` keeps the planner from making a join of it. The update then
+/// says `WHERE q.ctid = found.ctid`. Only for rows that this transaction has locked, since
+/// those keep their `ctid`.
+pub(super) fn found_by_key(table: &str, key: &str, columns: &str) -> String {
+    format!(" CROSS JOIN LATERAL (SELECT {columns} FROM {table} WHERE {key} OFFSET 0) AS found ")
 }
 
 /// The condition that this version knows reason and class of the row with the alias `q`.
