@@ -125,7 +125,14 @@ fn is_readable(value: &AMQPValue) -> bool {
 fn goes_to_people(new: &NewTask, mut task: Task, format: ReviewFormat) {
     let reason = new.verdict.unwrap_or(Reason::Exhausted);
     let properties = Properties::decode(new.properties.as_slice()).expect("properties");
-    let out = wire::review(&mut task, reason, "review", format, usize::MAX);
+    let out = wire::review(
+        &mut task,
+        reason,
+        "review",
+        format,
+        usize::MAX,
+        "retry_queue",
+    );
     let out = out.expect("it can go to people").message;
     let envelope: ReviewMessage = match format {
         ReviewFormat::Json if !crate::speaks_json(&properties) => return,

@@ -146,7 +146,8 @@ impl Dispatcher {
     fn envelope(&self, task: &mut Task, reason: Reason) -> Result<Envelope, String> {
         let too_large = self.broker.refused_size();
         let (queue, format) = (&self.review_queue, self.review_format);
-        wire::review(task, reason, queue, format, too_large)
+        let table = self.store.task_table();
+        wire::review(task, reason, queue, format, too_large, &table)
     }
 
     /// Metrics and logs, once the batch is durable.

@@ -196,6 +196,12 @@ impl Store {
         self.sql.of(statement).as_str().to_owned()
     }
 
+    /// The table of tasks, as people can type it into a statement: with its schema before it
+    /// where DATABASE_SCHEMA is set.
+    pub fn task_table(&self) -> String {
+        self.sql.probe("retry_queue").as_str().to_owned()
+    }
+
     /// The number of open connections, and of those in use.
     pub fn pool_usage(&self) -> (u32, u32) {
         let open = self.pool.size();

@@ -53,13 +53,15 @@ pub struct Envelope {
 
 /// The message with everything known about it, for the review queue. The task's payload
 /// moves into it. It is the whole message, unless that would have `too_large` bytes or
-/// more: then it says where the rest is.
+/// more: then it says where the rest is. `table` is the table of tasks, as people can type
+/// it into a statement.
 pub fn review(
     task: &mut Task,
     reason: Reason,
     queue: &str,
     wanted: ReviewFormat,
     too_large: usize,
+    table: &str,
 ) -> Result<Envelope, String> {
     let queue = ShortString::try_new(queue).map_err(|e| e.to_string())?;
     let mut format = if task.payload.len() > MAX_JSON_PAYLOAD_BYTES {
@@ -107,7 +109,7 @@ pub fn review(
         envelope.left_out = Some(proto::LeftOut {
             payload_bytes: payload.len() as u64,
             payload_sha256: format!("{:x}", Sha256::digest(&payload)),
-            table: "retry_queue".into(),
+            table: table.into(),
             column: "original_payload".into(),
             id: task.id,
             properties: false,
@@ -161,6 +163,8 @@ mod tests {
     use crate::domain::{budget::Budget, task::Labels};
     use chrono::DateTime;
 
+    const TABLE: &str = "\"a schema\".retry_queue";
+
     fn task(payload: Vec<u8>) -> Task {
         Task {
             id: 1,
@@ -194,7 +198,8 @@ mod tests {
     }
 
     fn limited(mut task: Task, format: ReviewFormat, too_large: usize) -> (String, Envelope) {
-        let made = review(&mut task, Reason::Exhausted, "review", format, too_large);
+        let reason = Reason::Exhausted;
+        let made = review(&mut task, reason, "review", format, too_large, TABLE);
         let envelope = made.unwrap();
         let content_type = envelope.message.properties.content_type().clone();
         (content_type.unwrap().to_string(), envelope)
@@ -270,7 +275,7 @@ mod tests {
                         left_out.column.as_str(),
                         left_out.id
                     ),
-                    ("retry_queue", "original_payload", 1)
+                    (TABLE, "original_payload", 1)
                 );
             }
         }

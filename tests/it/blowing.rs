@@ -21,6 +21,7 @@ use retry_scheduler::{
     },
 };
 use sha2::{Digest, Sha256};
+use sqlx::AssertSqlSafe;
 use uuid::Uuid;
 
 use crate::support::{Bed, PATIENCE, breakable, dead_letters_to, disturb, eventually, message};
@@ -246,14 +247,16 @@ async fn assert_left_out(bed: &Bed, envelope: &ReviewMessage, payload: &[u8]) {
         left_out.payload_sha256,
         format!("{:x}", Sha256::digest(payload))
     );
-    assert_eq!(left_out.table, "retry_queue");
-    assert_eq!(left_out.column, "original_payload");
-    let (stored, status, reason): (Vec<u8>, String, String) =
-        sqlx::query_as("SELECT original_payload, status, reason FROM retry_queue WHERE id = $1")
-            .bind(left_out.id)
-            .fetch_one(&bed.db)
-            .await
-            .expect("the row");
+    // People type what the envelope says.
+    let sql = format!(
+        "SELECT {}, status, reason FROM {} WHERE id = $1",
+        left_out.column, left_out.table
+    );
+    let (stored, status, reason): (Vec<u8>, String, String) = sqlx::query_as(AssertSqlSafe(sql))
+        .bind(left_out.id)
+        .fetch_one(&bed.db)
+        .await
+        .expect("the row");
     assert!(stored == payload, "it is where the envelope says");
     assert_eq!((status, reason), ("failed".into(), envelope.reason.clone()));
 }
@@ -308,6 +311,33 @@ async fn a_message_that_is_too_large_harms_no_neighbour_and_ends_in_review_witho
     assert!(service.ready().await.0);
     let lost = "retry_reconnects_total{part=\"dispatch\"}";
     assert_eq!(service.scrape().await.get(lost), 0.0);
+    service.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_envelope_without_its_body_names_the_table_with_its_schema() {
+    let stack = breakable().await;
+    let mut bed = Bed::on(&stack).await;
+    bed.set("DATABASE_SCHEMA", "Our own");
+    bed.migrate().await;
+    let _limit = SizeLimit::new(&stack, 50_000);
+    let payload = "x".repeat(60_000);
+    bed.arrange(&format!(
+        "INSERT INTO \"Our own\".retry_queue (message_id, original_payload, original_queue, reason)
+         VALUES (gen_random_uuid(), '{payload}', 'nowhere', 'final')"
+    ))
+    .await;
+    let service = bed.start().await;
+    bed.until_count(
+        "SELECT count(*) FROM \"Our own\".retry_queue WHERE status = 'failed'",
+        1,
+    )
+    .await;
+    let mut review = bed.client.consume(&bed.review()).await;
+    let envelope = review.next().await.review();
+    let table = envelope.left_out.as_ref().map(|left| left.table.as_str());
+    assert_eq!(table, Some("\"Our own\".retry_queue"));
+    assert_left_out(&bed, &envelope, payload.as_bytes()).await;
     service.stop().await;
 }
 
