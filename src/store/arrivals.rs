@@ -13,6 +13,7 @@ use uuid::Uuid;
 use super::{
     LARGE_BYTES, Store, StoreError, Tx,
     batch::{Columns, incoming, next_parameter},
+    due::{KEEPS_DUE, waits, waits_no_longer},
     events::{Event, changed, literal},
     from_millis,
     statement::{Statement, found_by_key},
@@ -62,7 +63,10 @@ pub struct Mark {
 const MARK: &str = "now() AS at, pg_current_xact_id()::text AS xid";
 
 /// How long the row `q` has to wait, in milliseconds.
-const DELAY_MS: &str = "(EXTRACT(EPOCH FROM q.next_retry_at - now()) * 1000)::bigint AS delay_ms";
+const DELAY_MS: &str = "(date_part('epoch', q.next_retry_at - now()) * 1000)::bigint AS delay_ms";
+
+/// How a row that is changed waited before.
+const WAITED: &str = "found.next_retry_at AS due_before, found.priority AS priority_before";
 
 /// Inserts the failures whose ids are new. Ids that are present are left alone and not
 /// returned: their rows must be locked and looked at first.
@@ -86,11 +90,12 @@ pub(super) static INSERT: Statement = Statement::new("insert new", || {
                    correlation_id, trace_id, priority
             FROM timed
             ON CONFLICT (message_id) DO NOTHING
-            RETURNING q.message_id, q.error_reason, {DELAY_MS}, {}
-        ), events AS ({})
+            RETURNING q.message_id, q.error_reason, q.lane, q.priority, {DELAY_MS}, {}
+        ), due AS ({}), events AS ({})
         SELECT message_id, delay_ms FROM inserted",
         incoming(),
         changed(),
+        waits("inserted", "TRUE"),
         events.insert(),
     )
 });
@@ -122,20 +127,23 @@ pub(super) static FAIL_AGAIN: Statement = Statement::new("fail again", || {
                 priority = d.priority
             FROM timed d {}
             WHERE q.ctid = found.ctid
-            RETURNING q.message_id, q.error_reason, {DELAY_MS}, found.status AS was,
+            RETURNING q.message_id, q.error_reason, q.lane, q.priority, {DELAY_MS},
+                      found.status AS was, {WAITED},
                       CASE WHEN found.original_payload <> q.original_payload THEN
                           'body changed from sha256 ' || encode(sha256(found.original_payload), 'hex')
                           || ' to sha256 ' || encode(sha256(q.original_payload), 'hex')
                       END AS detail, {}
-        ), events AS ({})
+        ), due_before AS ({}), due AS ({}), events AS ({})
         SELECT message_id, delay_ms FROM updated",
         incoming(),
         found_by_key(
             "retry_queue",
             "message_id = d.message_id",
-            "ctid, status, original_payload"
+            "ctid, status, original_payload, next_retry_at, priority"
         ),
         changed(),
+        waits_no_longer("updated", "c.was = 'pending'"),
+        waits("updated", "TRUE"),
         events.insert(),
     )
 });
@@ -176,10 +184,12 @@ pub(super) static NOTE_DUPLICATES: Statement = Statement::new("note duplicates",
             FROM unnest($1::bigint[], $2::int[], $3::bool[]) AS i (id, retry_count, spent)
             {}
             WHERE q.ctid = found.ctid
-            RETURNING {}
-        ) {}",
-        found_by_key("retry_queue", "id = i.id", "ctid"),
+            RETURNING q.lane, q.priority, {WAITED}, {}
+        ), due_before AS ({}), due AS ({}) {}",
+        found_by_key("retry_queue", "id = i.id", "ctid, next_retry_at, priority"),
         changed(),
+        waits_no_longer("updated", "c.due_before <> c.next_retry_at"),
+        waits("updated", "due_before <> next_retry_at"),
         events.insert(),
     )
 });
@@ -234,7 +244,9 @@ impl Store {
     /// Opens a transaction for one batch.
     pub async fn begin_intake(&self) -> Result<IntakeTx, StoreError> {
         let mut tx = self.unbegun().await?;
-        let row = tx.begin(&format!("{}, {MARK}", self.begin)).await?;
+        let row = tx
+            .begin(&format!("{}, {KEEPS_DUE}, {MARK}", self.begin))
+            .await?;
         let mark = Mark::from_row(&row)?;
         Ok(IntakeTx { tx, mark })
     }

@@ -1,15 +1,17 @@
 //! Rows fall due: claim them, settle them, ask when to look again.
 
-use std::{error::Error, str::FromStr, time::Duration};
+use std::{collections::HashMap, error::Error, str::FromStr, time::Duration};
 
-use sqlx::{AssertSqlSafe, FromRow, Row, SqlSafeStr, postgres::PgRow};
+use chrono::{DateTime, Utc};
+use sqlx::{AssertSqlSafe, Decode, FromRow, Postgres, Row, SqlSafeStr, Type, postgres::PgRow};
 use uuid::Uuid;
 
 use super::{
     LARGE_BYTES, Store, StoreError, Tx,
+    due::{Tid, Tids, waits},
     events::{Event, changed},
     millis,
-    statement::{Statement, found_by_key, understood},
+    statement::{Statement, understood},
 };
 use crate::{
     domain::{
@@ -25,6 +27,8 @@ use crate::{
 /// as they were, and free for any instance.
 pub struct Claim {
     tx: Tx,
+    /// Where the rows of each task stand, by its id.
+    places: HashMap<i64, Places>,
     /// The rows: the oldest due first; after a fair claim, the first of each lane before
     /// any lane's second.
     pub tasks: Vec<Task>,
@@ -35,39 +39,53 @@ pub struct Claim {
     pub next: Option<Duration>,
 }
 
-/// The columns of a [`Task`], which are read by name. `body` gives payload and
+/// Where the versions of a claimed task's two rows stand.
+struct Places {
+    task: Tid,
+    due: Tid,
+}
+
+/// The columns of a [`Task`] `q`, in the order in which they are read. `body` gives payload and
 /// properties, which a mere look leaves out.
 fn task_columns(body: &str) -> String {
     format!(
-        "id, message_id, producer_id, {body}, original_queue, error_reason, error_class,
-         retry_count, max_retries, free_attempt, policy, category, operation, error_type,
-         tenant_id, correlation_id, trace_id, reason,
-         COALESCE(expires_at <= statement_timestamp(), FALSE) AS expired,
-         first_failed_at, last_failed_at, next_retry_at,
-         (EXTRACT(EPOCH FROM clock_timestamp() - next_retry_at) * 1000000)::bigint AS late_us"
+        "q.id, q.message_id, q.producer_id, {body}, q.original_queue, q.error_reason,
+         q.error_class, q.retry_count, q.max_retries, q.free_attempt, q.policy, q.category,
+         q.operation, q.error_type, q.tenant_id, q.correlation_id, q.trace_id, q.reason,
+         q.expires_at <= statement_timestamp() AS expired, q.first_failed_at, q.last_failed_at,
+         q.next_retry_at"
     )
 }
 
-/// The oldest due rows, live work before backfill. They are locked in queries of
-/// their own, because an `UPDATE … WHERE id IN (SELECT … FOR UPDATE SKIP LOCKED LIMIT
-/// n)` can take more than n.
-fn oldest() -> String {
-    let due = |priority: u8, limit: &str| {
-        format!(
-            "SELECT * FROM retry_queue q
-             WHERE status = 'pending' AND priority = {priority}
-               AND next_retry_at <= statement_timestamp() AND {}
-             ORDER BY next_retry_at
-             LIMIT {limit}
-             FOR UPDATE SKIP LOCKED",
-            understood("q")
-        )
-    };
+/// Tasks that wait and satisfy `which` (a condition on `retry_due`), locked, in the order of
+/// `order`, with the places of both rows. `retry_due` says which wait, and the task is what is
+/// locked: who holds it may change both. What another transaction did since the snapshot was taken
+/// shows in the locked row, so that is compared again. A join can only go from the one to the
+/// other, row by row, and ends when a LIMIT around it has enough: an `UPDATE … WHERE id IN (SELECT
+/// … FOR UPDATE SKIP LOCKED LIMIT n)` can take more than n.
+fn locked(which: &str, order: &str) -> String {
     format!(
-        "live AS MATERIALIZED ({}), backfill AS MATERIALIZED ({})",
-        due(0, "$1"),
-        due(1, "$1 - (SELECT count(*) FROM live)")
+        "SELECT task.*, due.place AS due_place
+         FROM (SELECT ctid AS place, * FROM retry_due WHERE {which} ORDER BY {order}) due
+         CROSS JOIN LATERAL (
+             SELECT {}, q.lane, q.priority, q.ctid AS place FROM retry_queue q
+             WHERE q.id = due.task_id AND q.status = 'pending'
+               AND q.next_retry_at = due.next_retry_at AND q.lane = due.lane
+               AND q.priority = due.priority AND {}
+             FOR UPDATE SKIP LOCKED
+         ) task",
+        task_columns("q.original_payload, q.properties"),
+        understood("q")
     )
+}
+
+/// The oldest due rows, live work before backfill.
+fn oldest() -> String {
+    let due = |priority: u8| {
+        let which = format!("priority = {priority} AND next_retry_at <= statement_timestamp()");
+        locked(&which, "next_retry_at, task_id")
+    };
+    format!("{} UNION ALL {} LIMIT $1", due(0), due(1))
 }
 
 /// The moment when the first of the rows falls due that satisfy `which`. It is asked by
@@ -76,46 +94,69 @@ fn oldest() -> String {
 fn first_due(which: &str) -> String {
     let first = |priority: u8| {
         format!(
-            "(SELECT next_retry_at FROM retry_queue q
-              WHERE status = 'pending' AND priority = {priority} AND {which} AND {}
-              ORDER BY next_retry_at LIMIT 1)",
+            "(SELECT due.next_retry_at
+              FROM (SELECT task_id, next_retry_at FROM retry_due
+                    WHERE priority = {priority} AND {which} ORDER BY next_retry_at, task_id) due
+              CROSS JOIN LATERAL (
+                  SELECT FROM retry_queue q WHERE q.id = due.task_id AND {} OFFSET 0
+              ) task
+              LIMIT 1)",
             understood("q")
         )
     };
     format!("LEAST({}, {})", first(0), first(1))
 }
 
-/// The claimed rows of `due` within the byte budget `$2`. Rows beyond it stay locked
-/// until the commit and are then free again. Each comes with the time until the next row
-/// falls due, which saves a worker the question after its turn.
-fn within_budget(last_lane: &str) -> String {
+/// The rows of `claimed` within the byte budget `$2`, in the order in which they come. Rows beyond
+/// it stay locked until the commit and are then free again. Each comes with the places of its
+/// rows, with the moment of the answer, and with the moment at which the next row falls due, which
+/// saves a worker the question after its turn.
+fn within_budget(claimed: &str, last_lane: &str) -> String {
     format!(
-        "measured AS (
-            SELECT *,
-                   count(*) OVER () AS locked,
-                   sum(octet_length(original_payload)) OVER (ORDER BY rank, next_retry_at, id)
-                       - octet_length(original_payload) AS bytes_before
-            FROM due
-        )
-        SELECT {}, locked, {last_lane} AS last_lane,
-               (EXTRACT(EPOCH FROM {} - clock_timestamp()) * 1000000)::bigint AS next_us
-        FROM measured
-        WHERE bytes_before < $2
-        ORDER BY rank, next_retry_at, id",
-        task_columns("original_payload, properties"),
+        "SELECT {}, clock_timestamp(), tidsend(q.place), tidsend(q.due_place), {last_lane},
+                {}
+         FROM (SELECT *, sum(octet_length(original_payload)) OVER (ROWS UNBOUNDED PRECEDING)
+                         - octet_length(original_payload) AS bytes_before
+               FROM ({claimed}) claimed) q
+         WHERE bytes_before < $2",
+        CLAIMED_COLUMNS
+            .map(|column| format!("q.{column}"))
+            .join(", "),
         first_due("next_retry_at > statement_timestamp()")
     )
 }
 
+/// The names of [`task_columns`].
+const CLAIMED_COLUMNS: [&str; 23] = [
+    "id",
+    "message_id",
+    "producer_id",
+    "original_payload",
+    "properties",
+    "original_queue",
+    "error_reason",
+    "error_class",
+    "retry_count",
+    "max_retries",
+    "free_attempt",
+    "policy",
+    "category",
+    "operation",
+    "error_type",
+    "tenant_id",
+    "correlation_id",
+    "trace_id",
+    "reason",
+    "expired",
+    "first_failed_at",
+    "last_failed_at",
+    "next_retry_at",
+];
+
 /// Claims the oldest rows that are due: `$1` rows at most, `$2` bytes of payload.
 pub(super) static CLAIM: Statement = Statement::of_claim("claim", || {
-    format!(
-        "WITH {}, due AS (
-            SELECT 1::bigint AS rank, * FROM live UNION ALL SELECT 1, * FROM backfill
-        ), {}",
-        oldest(),
-        within_budget("NULL::int")
-    )
+    let no_lane = "NULL::int";
+    within_budget(&oldest(), no_lane)
 });
 
 /// Claims when more is due than one claim takes: first a share for each lane, `$5` rows
@@ -123,36 +164,32 @@ pub(super) static CLAIM: Statement = Statement::of_claim("claim", || {
 pub(super) static CLAIM_FAIRLY: Statement = Statement::of_claim("claim fairly", || {
     format!(
         "WITH RECURSIVE lanes AS (
-            (SELECT lane, 1::bigint AS n FROM retry_queue
-             WHERE status = 'pending' AND lane > $3 ORDER BY lane LIMIT 1)
+            (SELECT lane, 1::bigint AS n FROM retry_due WHERE lane > $3 ORDER BY lane LIMIT 1)
             UNION ALL
-            SELECT (SELECT q.lane FROM retry_queue q
-                    WHERE q.status = 'pending' AND q.lane > l.lane ORDER BY q.lane LIMIT 1), l.n + 1
+            SELECT (SELECT d.lane FROM retry_due d WHERE d.lane > l.lane ORDER BY d.lane LIMIT 1),
+                   l.n + 1
             FROM lanes l
             WHERE l.lane IS NOT NULL AND l.n < $4::bigint
         ), shares AS MATERIALIZED (
             SELECT r.* FROM lanes l CROSS JOIN LATERAL (
-                SELECT * FROM retry_queue q
-                WHERE q.status = 'pending' AND q.lane = l.lane
-                  AND q.next_retry_at <= statement_timestamp() AND {understood}
-                ORDER BY q.next_retry_at
-                LIMIT (SELECT GREATEST(1, $5 / count(lane)) FROM lanes)
-                FOR UPDATE SKIP LOCKED
+                {share} LIMIT (SELECT GREATEST(1, $5 / count(lane)) FROM lanes)
             ) r
-        ), {oldest}, due AS (
+        ), oldest AS MATERIALIZED ({oldest}), due AS (
             -- The first row of each lane comes before any lane's second: the byte
             -- budget may end anywhere.
-            SELECT row_number() OVER (PARTITION BY lane ORDER BY next_retry_at, id) AS rank, *
-            FROM shares
+            (SELECT *, row_number() OVER (PARTITION BY lane ORDER BY next_retry_at, id) AS rank
+             FROM shares ORDER BY rank, next_retry_at, id)
             UNION ALL
-            (SELECT 1000000, o.* FROM (SELECT * FROM live UNION ALL SELECT * FROM backfill) o
-             WHERE o.id NOT IN (SELECT id FROM shares)
-             ORDER BY o.priority, o.next_retry_at
+            (SELECT *, NULL FROM oldest WHERE id NOT IN (SELECT id FROM shares)
              LIMIT GREATEST(0, $1 - (SELECT count(*) FROM shares)))
-        ), {within_budget}",
-        understood = understood("q"),
+        ) {within_budget}",
+        share = locked(
+            "lane = l.lane AND next_retry_at <= statement_timestamp()",
+            "next_retry_at"
+        ),
         oldest = oldest(),
         within_budget = within_budget(
+            "SELECT * FROM due",
             "CASE WHEN (SELECT count(lane) FROM lanes) >= $4 THEN (SELECT max(lane) FROM lanes) END"
         )
     )
@@ -161,8 +198,10 @@ pub(super) static CLAIM_FAIRLY: Statement = Statement::of_claim("claim fairly", 
 /// How many lanes one fair claim looks at.
 const LANES: i64 = 64;
 
-/// Settles a whole batch with its history in one statement. Moments are of
-/// `clock_timestamp()`, because the transaction began before the broker was asked.
+/// Settles a whole batch with its history in one statement. It finds the rows where the claim
+/// found them: the tasks are locked, so their versions stay where they are, and the rows of
+/// `retry_due` belong to whoever has locked the task. Returns how many there were of each. Moments
+/// are of `clock_timestamp()`, because the transaction began before the broker was asked.
 pub(super) static SETTLE: Statement = Statement::of_claim("settle", || {
     let events = Event {
         was: "'pending'",
@@ -172,11 +211,13 @@ pub(super) static SETTLE: Statement = Statement::of_claim("settle", || {
         ..Event::of("settled", "c.event_type", "$9")
     };
     format!(
-        "WITH outcome AS (
+        "WITH gone AS (
+            DELETE FROM retry_due WHERE ctid = ANY($11) RETURNING 1
+        ), outcome AS (
             SELECT *
             FROM unnest($1::bigint[], $2::text[], $3::text[], $4::int[], $5::bigint[], $6::text[],
-                        $7::text[], $8::uuid[])
-                AS o (id, event_type, status, retry_count, delay_ms, reason, error, attempt_id)
+                        $7::text[], $8::uuid[], $10::tid[])
+                AS o (id, event_type, status, retry_count, delay_ms, reason, error, attempt_id, place)
         ), settled AS (
             UPDATE retry_queue q
             SET status = o.status,
@@ -192,12 +233,13 @@ pub(super) static SETTLE: Statement = Statement::of_claim("settle", || {
                 error_reason = COALESCE(o.error, q.error_reason),
                 settled_at = CASE WHEN o.status = 'pending' THEN q.settled_at
                                   ELSE clock_timestamp() END
-            FROM outcome o {}
-            WHERE q.ctid = found.ctid
-            RETURNING o.event_type, o.delay_ms, o.error, o.attempt_id, {}
-        ) {}",
-        found_by_key("retry_queue", "id = o.id", "ctid"),
+            FROM outcome o
+            WHERE q.ctid = o.place
+            RETURNING o.event_type, o.delay_ms, o.error, o.attempt_id, q.lane, q.priority, {}
+        ), waits AS ({}), events AS ({} RETURNING 1)
+        SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM events)",
         changed(),
+        waits("settled", "status = 'pending'"),
         events.insert(),
     )
 });
@@ -205,10 +247,16 @@ pub(super) static SETTLE: Statement = Statement::of_claim("settle", || {
 /// What a claim would take, without a lock and without the payloads.
 pub(super) static LOOK: Statement = Statement::new("look at due", || {
     format!(
-        "SELECT {} FROM retry_queue q
-         WHERE status = 'pending' AND next_retry_at <= statement_timestamp() AND {}
-         ORDER BY priority, next_retry_at
+        "SELECT {}, clock_timestamp()
+         FROM (SELECT task_id FROM retry_due WHERE next_retry_at <= statement_timestamp()
+               ORDER BY priority, next_retry_at, task_id) due
+         CROSS JOIN LATERAL (
+             SELECT {} FROM retry_queue q WHERE q.id = due.task_id AND {} OFFSET 0
+         ) task
          LIMIT $1",
+        CLAIMED_COLUMNS
+            .map(|column| format!("task.{column}"))
+            .join(", "),
         task_columns("''::bytea AS original_payload, NULL::bytea AS properties"),
         understood("q")
     )
@@ -254,7 +302,7 @@ impl Store {
             tx.commit().await?;
             tx = self.begin_with(&self.begin_claim).await?;
         }
-        Claim::of(tx, found, rows)
+        Claim::of(tx, found, rows, bytes)
     }
 
     /// Locks a few due rows of each lane, then the oldest, so that much work of one
@@ -278,10 +326,10 @@ impl Store {
         let found = tx.run(|c| query.fetch_all(c)).await?;
         // Without a last lane the end was reached, and the next claim begins anew.
         *at = match found.first() {
-            Some(row) => LaneCursor(row.try_get("last_lane")?),
+            Some(row) => LaneCursor(row.try_get(LAST_LANE)?),
             None => LaneCursor::default(),
         };
-        Claim::of(tx, found, rows)
+        Claim::of(tx, found, rows, bytes)
     }
 
     /// Returns what a claim would take now, without taking it.
@@ -312,25 +360,43 @@ fn limit(n: usize) -> i64 {
     i64::try_from(n).unwrap_or(i64::MAX)
 }
 
+/// The columns of a claim after those of a [`Task`] and the moment of the answer.
+const TASK_PLACE: usize = CLAIMED_COLUMNS.len() + 1;
+const DUE_PLACE: usize = TASK_PLACE + 1;
+const LAST_LANE: usize = DUE_PLACE + 1;
+const NEXT_AT: usize = LAST_LANE + 1;
+
 impl Claim {
-    fn of(mut tx: Tx, found: Vec<PgRow>, rows: usize) -> Result<Self, StoreError> {
-        let (locked, next_us): (i64, Option<i64>) = match found.first() {
-            Some(row) => (row.try_get("locked")?, row.try_get("next_us")?),
-            None => (0, None),
+    /// Reads what was found by a claim of up to so many rows and bytes.
+    fn of(mut tx: Tx, found: Vec<PgRow>, rows: usize, bytes: usize) -> Result<Self, StoreError> {
+        let next = match found.first() {
+            Some(row) => row.try_get::<Option<DateTime<Utc>>, _>(NEXT_AT)?.map(|at| {
+                let now: DateTime<Utc> = row.try_get(CLAIMED_COLUMNS.len())?;
+                Ok::<_, sqlx::Error>((at - now).to_std().unwrap_or_default())
+            }),
+            None => None,
         };
-        let tasks: Vec<Task> = found
-            .iter()
-            .map(Task::from_row)
-            .collect::<Result<Vec<_>, _>>()?;
+        let mut tasks = Vec::with_capacity(found.len());
+        let mut places = HashMap::with_capacity(found.len());
+        for row in &found {
+            let task = Task::from_row(row)?;
+            let place = Places {
+                task: tid(row, TASK_PLACE)?,
+                due: tid(row, DUE_PLACE)?,
+            };
+            places.insert(task.id, place);
+            tasks.push(task);
+        }
         drop(found);
-        let bytes: usize = tasks.iter().map(|task| task.payload.len()).sum();
-        if bytes > LARGE_BYTES {
+        let taken: usize = tasks.iter().map(|task| task.payload.len()).sum();
+        if taken > LARGE_BYTES {
             tx.shrink_buffers();
         }
         Ok(Self {
             tx,
-            full: usize::try_from(locked).is_ok_and(|n| n >= rows || n > tasks.len()),
-            next: next_us.map(|us| Duration::from_micros(u64::try_from(us).unwrap_or(0))),
+            places,
+            full: tasks.len() >= rows || taken >= bytes,
+            next: next.transpose()?,
             tasks,
         })
     }
@@ -342,8 +408,14 @@ impl Claim {
             return self.tx.rollback().await;
         }
         let outcomes = Outcomes::of(ends);
+        let places = || {
+            ends.iter()
+                .filter_map(|(task, _)| self.places.get(&task.id))
+        };
+        let tasks = Tids(places().map(|place| place.task).collect());
+        let due = Tids(places().map(|place| place.due).collect());
         let instance = self.tx.instance.clone();
-        let query = sqlx::query(self.tx.sql.of(&SETTLE))
+        let query = sqlx::query_as(self.tx.sql.of(&SETTLE))
             .bind(&outcomes.ids)
             .bind(&outcomes.kinds)
             .bind(&outcomes.statuses)
@@ -352,13 +424,28 @@ impl Claim {
             .bind(&outcomes.reasons)
             .bind(&outcomes.errors)
             .bind(&outcomes.attempts)
-            .bind(&*instance);
-        self.tx.run(|c| query.execute(c)).await?;
+            .bind(&*instance)
+            .bind(tasks)
+            .bind(due);
+        let settled: (i64, i64) = self.tx.run(|c| query.fetch_one(c)).await?;
+        // If a row had left its place, its task would wait no longer and yet not be settled.
+        let all = limit(ends.len());
+        if settled != (all, all) {
+            return Err(StoreError::Moved);
+        }
         Point::BeforeSettleCommit.pass();
         self.tx.commit().await?;
         Point::AfterSettleCommit.pass();
         Ok(())
     }
+}
+
+/// Reads a place.
+fn tid(row: &PgRow, column: usize) -> Result<Tid, sqlx::Error> {
+    let bytes: &[u8] = row.try_get(column)?;
+    bytes
+        .try_into()
+        .map_err(|e: std::array::TryFromSliceError| sqlx::Error::Decode(e.into()))
 }
 
 /// The columns of [`SETTLE`]'s batch, as arrays for `unnest`.
@@ -420,52 +507,69 @@ fn leave_out_nulls<T>(column: &mut Vec<Option<T>>) {
     }
 }
 
-/// A column's text as the type it stands for; NULL is none.
-fn parsed<T>(row: &PgRow, column: &str) -> Result<Option<T>, sqlx::Error>
-where
-    T: FromStr,
-    T::Err: Error + Send + Sync + 'static,
-{
-    let text: Option<&str> = row.try_get(column)?;
-    text.map(str::parse)
-        .transpose()
-        .map_err(|e: T::Err| sqlx::Error::Decode(e.into()))
+/// Reads the columns of a row one after the other: finding each by its name would take longer than
+/// reading it.
+struct InOrder<'r> {
+    row: &'r PgRow,
+    column: usize,
+}
+
+impl<'r> InOrder<'r> {
+    fn next<T: Decode<'r, Postgres> + Type<Postgres>>(&mut self) -> Result<T, sqlx::Error> {
+        let value = self.row.try_get(self.column)?;
+        self.column += 1;
+        Ok(value)
+    }
+
+    /// A text as the type it stands for; NULL is none.
+    fn parsed<T>(&mut self) -> Result<Option<T>, sqlx::Error>
+    where
+        T: FromStr,
+        T::Err: Error + Send + Sync + 'static,
+    {
+        let text: Option<&str> = self.next()?;
+        text.map(str::parse)
+            .transpose()
+            .map_err(|e: T::Err| sqlx::Error::Decode(e.into()))
+    }
 }
 
 impl FromRow<'_, PgRow> for Task {
+    /// Reads [`task_columns`], and the moment of the answer after them.
     fn from_row(row: &PgRow) -> Result<Self, sqlx::Error> {
-        let late_us: i64 = row.try_get("late_us")?;
-        Ok(Self {
-            id: row.try_get("id")?,
-            message_id: row.try_get("message_id")?,
-            producer_id: row.try_get("producer_id")?,
-            payload: row.try_get("original_payload")?,
-            properties: row
-                .try_get::<Option<_>, _>("properties")?
-                .unwrap_or_default(),
-            queue: row.try_get("original_queue")?,
-            error: row.try_get("error_reason")?,
-            class: parsed(row, "error_class")?,
+        let mut columns = InOrder { row, column: 0 };
+        let mut task = Self {
+            id: columns.next()?,
+            message_id: columns.next()?,
+            producer_id: columns.next()?,
+            payload: columns.next()?,
+            properties: columns.next::<Option<_>>()?.unwrap_or_default(),
+            queue: columns.next()?,
+            error: columns.next()?,
+            class: columns.parsed()?,
             budget: Budget {
-                retry_count: row.try_get("retry_count")?,
-                max_retries: row.try_get("max_retries")?,
+                retry_count: columns.next()?,
+                max_retries: columns.next()?,
             },
-            free: row.try_get("free_attempt")?,
-            policy: row.try_get("policy")?,
+            free: columns.next()?,
+            policy: columns.next()?,
             labels: Labels {
-                category: row.try_get("category")?,
-                operation: row.try_get("operation")?,
-                error_type: row.try_get("error_type")?,
-                tenant: row.try_get("tenant_id")?,
-                correlation_id: row.try_get("correlation_id")?,
-                trace_id: row.try_get("trace_id")?,
+                category: columns.next()?,
+                operation: columns.next()?,
+                error_type: columns.next()?,
+                tenant: columns.next()?,
+                correlation_id: columns.next()?,
+                trace_id: columns.next()?,
             },
-            reason: parsed(row, "reason")?,
-            expired: row.try_get("expired")?,
-            first_failed_at: row.try_get("first_failed_at")?,
-            last_failed_at: row.try_get("last_failed_at")?,
-            due_at: row.try_get("next_retry_at")?,
-            late: Duration::from_micros(u64::try_from(late_us).unwrap_or(0)),
-        })
+            reason: columns.parsed()?,
+            expired: columns.next::<Option<bool>>()?.unwrap_or(false),
+            first_failed_at: columns.next()?,
+            last_failed_at: columns.next()?,
+            due_at: columns.next()?,
+            late: Duration::ZERO,
+        };
+        let now: DateTime<Utc> = columns.next()?;
+        task.late = (now - task.due_at).to_std().unwrap_or_default();
+        Ok(task)
     }
 }

@@ -24,6 +24,9 @@ pub enum StoreError {
          max_prepared_statements above 0, or pool_mode = session, or connect to Postgres directly"
     )]
     SharedServers(String),
+    /// Rows that a claim holds were changed by somebody who did not hold them.
+    #[error("rows were changed behind the back of the transaction that has locked them")]
+    Moved,
     /// A statement was to run in a transaction that has already ended.
     #[error("the transaction has already ended")]
     Ended,

@@ -130,7 +130,7 @@ pub(super) static TABLES: Statement = Statement::new("ask about the tables", || 
                 AS writable,
             COALESCE(c.reloptions::text ~* 'autovacuum_enabled=(false|off|no|0)', FALSE)
                 AS autovacuum_off
-     FROM unnest(ARRAY['retry_queue', 'retry_events', 'idempotency_keys']) AS t(name)
+     FROM unnest(ARRAY['retry_queue', 'retry_due', 'retry_events', 'idempotency_keys']) AS t(name)
      LEFT JOIN pg_class c ON c.oid = to_regclass(t.name)"
         .to_owned()
 });

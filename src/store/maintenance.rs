@@ -59,7 +59,7 @@ pub struct Step {
 pub(super) static BACKLOG: Statement = Statement::new("backlog", || {
     "SELECT count(*),
             (EXTRACT(EPOCH FROM clock_timestamp() - min(next_retry_at)) * 1000000)::bigint
-     FROM retry_queue WHERE status = 'pending'"
+     FROM retry_due"
         .to_owned()
 });
 
@@ -90,13 +90,9 @@ pub(super) static REMOVE_TASKS: Statement = Statement::new("remove old tasks", |
     )
 });
 
-/// Removes the oldest events that are too old. Ids grow with time, so the oldest stand
-/// first; and an event is never changed, so it keeps its `ctid`.
-pub(super) static REMOVE_EVENTS: Statement = Statement::new("remove old events", || {
-    "DELETE FROM retry_events WHERE ctid = ANY(ARRAY(
-         SELECT ctid FROM (SELECT ctid, at FROM retry_events ORDER BY id LIMIT $1) e
-         WHERE e.at < now() - $2 * interval '1 millisecond'))"
-        .to_owned()
+/// Drops the days of history that are too old, and makes the tables of the days to come.
+pub(super) static ROTATE_EVENTS: Statement = Statement::new("rotate events", || {
+    "SELECT retry_rotate_events($1 * interval '1 millisecond', $2)".to_owned()
 });
 
 /// Removes expired keys. A key that is taken meanwhile has another `ctid`, and stays.
@@ -153,19 +149,17 @@ impl Store {
         })
     }
 
-    /// Removes up to `rows` of the oldest events that are too old.
-    pub async fn remove_old_events(
-        &self,
-        retention: Retention,
-        rows: i64,
-    ) -> Result<u64, StoreError> {
+    /// Removes the days of history that are over and too old, and up to `rows` of the old events
+    /// that belong to no day; makes the tables of the next days. Returns about how many events
+    /// were removed.
+    pub async fn rotate_events(&self, retention: Retention, rows: i64) -> Result<u64, StoreError> {
         let mut tx = self.begin().await?;
-        let query = sqlx::query(self.sql.of(&REMOVE_EVENTS))
-            .bind(rows)
-            .bind(millis(retention.events));
-        let removed = tx.run(|c| query.execute(c)).await?;
+        let query = sqlx::query_scalar(self.sql.of(&ROTATE_EVENTS))
+            .bind(millis(retention.events))
+            .bind(rows);
+        let removed: i64 = tx.run(|c| query.fetch_one(c)).await?;
         tx.commit().await?;
-        Ok(removed.rows_affected())
+        Ok(removed.unsigned_abs())
     }
 
     /// Removes up to `rows` expired idempotency keys.

@@ -9,12 +9,13 @@
 //! - [`inspect`]: what a server says of itself, for `doctor`
 //!
 //! `schema` makes the tables. All share `tx` (a transaction), `waits` (what its COMMIT waits for),
-//! `pooler` (whether statements are safe on the way), `batch` (the columns of a batch of failures), `events`
+//! `pooler` (whether statements are safe on the way), `batch` (the columns of a batch of failures), `due` (what waits), `events`
 //! (the columns of history) and `statement` (a statement as a value). Time is Postgres's throughout: durations come in, moments are made here.
 
 pub mod arrivals;
 mod batch;
 pub mod dispatch;
+mod due;
 mod error;
 mod events;
 pub mod idempotency;
@@ -38,6 +39,7 @@ use sqlx::{
 };
 use tokio::time::Instant;
 
+use due::KEEPS_DUE;
 pub use error::{StoreError, Unfit};
 use pooler::Pooler;
 use statement::Sql;
@@ -58,6 +60,8 @@ const WRITES_NOTHING: &str = "
     INSERT INTO retry_queue (message_id, original_payload, original_queue, operation, error_type)
         SELECT gen_random_uuid(), '', 'nowhere', '', '' WHERE FALSE;
     UPDATE retry_queue SET status = status WHERE FALSE;
+    INSERT INTO retry_due (task_id, next_retry_at, lane, priority) SELECT 0, now(), 0, 0 WHERE FALSE;
+    DELETE FROM retry_due WHERE FALSE;
     INSERT INTO retry_events (task_id, event_type, status, retry_count, max_retries, next_retry_at,
                               operation, error_type, attempt_id, instance)
         SELECT 0, '', '', 0, 0, now(), '', '', gen_random_uuid(), '' WHERE FALSE;
@@ -68,7 +72,7 @@ const WRITES_NOTHING: &str = "
 /// Reads nothing, and fails where the tables or their newest columns are missing: with
 /// MIGRATE_ON_START=false somebody else makes them.
 const HAS_SCHEMA: &str = "SELECT q.operation, e.attempt_id
-     FROM retry_queue q, retry_events e, idempotency_keys, retry_place LIMIT 0";
+     FROM retry_queue q, retry_due, retry_events e, idempotency_keys, retry_place LIMIT 0";
 
 /// Every statement of the store but `BEGIN`, the probes and those of [`import`].
 pub static STATEMENTS: &[&Statement] = &[
@@ -94,7 +98,7 @@ pub static STATEMENTS: &[&Statement] = &[
     &place::MOVE_PLACE,
     &maintenance::BACKLOG,
     &maintenance::REMOVE_TASKS,
-    &maintenance::REMOVE_EVENTS,
+    &maintenance::ROTATE_EVENTS,
     &maintenance::REMOVE_KEYS,
     &inspect::SERVER,
     &inspect::TABLES,
@@ -148,7 +152,7 @@ impl Store {
         Ok(Self {
             pool,
             deadline: settings.database_timeout,
-            begin_claim: format!("{begin}, {}", statement::settings(true)).into(),
+            begin_claim: format!("{begin}, {KEEPS_DUE}, {}", statement::settings(true)).into(),
             begin: format!("{begin}, {}", statement::settings(false)).into(),
             instance: instance.into(),
             sql: Sql::new(settings.database_schema.as_deref(), STATEMENTS),

@@ -25,13 +25,17 @@ const PLAN_SETTINGS: &str =
 ///
 /// When the table was last analyzed in a quiet hour, Postgres believes that nothing
 /// waits and that any index will do; later such a plan walks all that is due for each
-/// lane and sorts it. Without sorting, only the index that has the right order is left.
-const CLAIM_SETTINGS: &str = "set_config('enable_sort', 'off', true)";
+/// lane and sorts it. Without sorting, and without bitmaps, which have no order, only the index
+/// that has the right order is left.
+const CLAIM_SETTINGS: &str =
+    "set_config('enable_sort', 'off', true), set_config('enable_bitmapscan', 'off', true)";
 
-/// Our tables, as statements name them.
-const TABLES: [&str; 5] = [
+/// Our tables and the function that statements call, as they name them.
+const TABLES: [&str; 7] = [
     "retry_queue",
+    "retry_due",
     "retry_events",
+    "retry_rotate_events",
     "idempotency_keys",
     "retry_place",
     "_sqlx_migrations",

@@ -31,6 +31,7 @@ mod dead_letters;
 mod declaring;
 mod doctor;
 mod documents;
+mod due;
 mod histories;
 mod inputs;
 mod instances;

@@ -59,7 +59,7 @@ const BUGS: [(Bug, &str, &str); 12] = [
 ];
 
 /// Flags of campaigns that do something wrong themselves, and what they must print.
-const PLANTS: [(&str, &str); 8] = [
+const PLANTS: [(&str, &str); 9] = [
     ("--plant lose-rows", "lost: "),
     ("--plant settle-unsent", "lost: "),
     ("--plant steal", "lost: "),
@@ -72,6 +72,7 @@ const PLANTS: [(&str, &str); 8] = [
     ("--plant repeat", " was sent back 2 times for 1 failures"),
     ("--plant forget-counts", "one retry was settled twice"),
     ("--plant hurry", "was sent before it was due"),
+    ("--plant forget-due", "retry_due is not what waits"),
 ];
 
 /// Runs all controls, and returns whether all were caught.

@@ -27,6 +27,8 @@ pub enum Plant {
     ForgetCounts,
     /// Rows are made due at once
     Hurry,
+    /// Rows that wait are forgotten by the table that says what waits
+    ForgetDue,
 }
 
 impl Plant {
@@ -51,6 +53,12 @@ impl Plant {
             }
             Self::Hurry => {
                 "UPDATE retry_queue SET next_retry_at = now() WHERE id IN (
+                     SELECT id FROM retry_queue
+                     WHERE status = 'pending' AND next_retry_at > now() + interval '200 ms'
+                     LIMIT 3 FOR UPDATE SKIP LOCKED)"
+            }
+            Self::ForgetDue => {
+                "DELETE FROM retry_due WHERE task_id IN (
                      SELECT id FROM retry_queue
                      WHERE status = 'pending' AND next_retry_at > now() + interval '200 ms'
                      LIMIT 3 FOR UPDATE SKIP LOCKED)"

@@ -11,7 +11,7 @@ use crate::{instance::MAX_DELAY, ledger::Verdict, message::Message};
 pub struct Rows(PgPool);
 
 /// Queries that find history which must not exist, each with what is wrong about it.
-const UNSOUND: [(&str, &str); 4] = [
+const UNSOUND: [(&str, &str); 5] = [
     (
         "one retry was settled twice",
         "SELECT format('task %s as retry %s', task_id, retry_count) FROM retry_events
@@ -38,6 +38,15 @@ const UNSOUND: [(&str, &str); 4] = [
          FROM retry_queue q LEFT JOIN LATERAL (
              SELECT * FROM retry_events WHERE task_id = q.id ORDER BY id DESC LIMIT 1) e ON TRUE
          WHERE (q.status, q.retry_count) IS DISTINCT FROM (e.status, e.retry_count)",
+    ),
+    (
+        "retry_due is not what waits",
+        "SELECT format('task %s is due %s, by its row %s', COALESCE(q.id, d.task_id), d, q)
+         FROM retry_due d FULL JOIN (
+             SELECT id, priority, next_retry_at, lane FROM retry_queue WHERE status = 'pending') q
+             ON (q.id, q.priority, q.next_retry_at, q.lane)
+              = (d.task_id, d.priority, d.next_retry_at, d.lane)
+         WHERE q.id IS NULL OR d.task_id IS NULL",
     ),
 ];
 

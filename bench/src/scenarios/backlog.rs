@@ -26,7 +26,7 @@ pub async fn run(field: &mut Field) -> anyhow::Result<Vec<Finding>> {
         .await?;
     let plan = field.rows.claim_plan(&full.schema).await?;
     ensure!(
-        plan.contains("Index Scan using idx_retry_next_retry") && !plan.contains("Seq Scan"),
+        plan.contains("Index Scan using idx_retry_due_next") && !plan.contains("Seq Scan"),
         "the claim does not use its index:\n{plan}"
     );
     let scheduler = field.scheduler(&empty, &[]).await?;
