@@ -65,7 +65,9 @@ No faults, but an hour of ordinary work on the release build, in which nothing m
   cargo dev torture --steady 3600 --rate 200
 Nodes of a cluster killed under load, or a standby promoted; on other versions, which come first:
   cargo dev torture --cluster
-  cargo dev torture --postgres 17 --rabbitmq 4.0 --promotion";
+  cargo dev torture --postgres 17 --rabbitmq 4.0 --promotion
+Instances of two versions side by side:
+  cargo dev upgrade --help";
 
 /// Do everything to retry-scheduler that can be done, and see whether a message is lost.
 ///

@@ -118,42 +118,32 @@ pub fn table(stages: &[Stage], deeds: &Deeds) -> String {
     lines
 }
 
-/// The versions that ran in a stage and did not do all of their work in it. Side by side with the other, a version has
-/// to go on with what the other one began.
-pub fn idle(stages: &[Stage], deeds: &Deeds) -> Vec<String> {
+/// What the versions that ran in a stage did not do in it. Side by side with the other, a version has to go on with what
+/// the other one began.
+pub fn idle(number: usize, stage: &Stage, deeds: &Deeds) -> Vec<String> {
     let mut idle = Vec::new();
-    for (number, stage) in stages.iter().enumerate() {
-        for version in stage.versions() {
-            let done = deeds.get(&(number, version)).copied().unwrap_or_default();
-            let alone = [
-                (done.stored, "stored nothing"),
-                (done.settled, "settled nothing"),
-            ];
-            let mixed = [
-                (
-                    done.stored_of_other,
-                    "stored no failure of what the other had sent back",
-                ),
-                (
-                    done.settled_of_other,
-                    "settled nothing of what the other had stored",
-                ),
-            ];
-            let mixed = mixed.into_iter().filter(|_| stage.is_mixed());
-            let missing = alone
-                .into_iter()
-                .chain(mixed)
-                .find(|(count, _)| *count == 0);
-            if let Some((_, what)) = missing {
-                idle.push(format!(
-                    "stage {} ({}: {}): the {} version {what}",
-                    number + 1,
-                    stage.phase,
-                    stage.instances(),
-                    version.name()
-                ));
-            }
-        }
+    for version in stage.versions() {
+        let done = deeds.get(&(number, version)).copied().unwrap_or_default();
+        let alone = [
+            (done.stored, "stored nothing"),
+            (done.settled, "settled nothing"),
+        ];
+        let beside = [
+            (
+                done.stored_of_other,
+                "stored no failure of what the other had sent back",
+            ),
+            (
+                done.settled_of_other,
+                "settled nothing of what the other had stored",
+            ),
+        ];
+        let beside = beside.into_iter().filter(|_| stage.is_mixed());
+        let missing = alone
+            .into_iter()
+            .chain(beside)
+            .find(|(count, _)| *count == 0);
+        idle.extend(missing.map(|(_, what)| format!("the {} version {what}", version.name())));
     }
     idle
 }
@@ -180,33 +170,35 @@ mod tests {
     fn a_version_that_runs_and_does_nothing_is_named() {
         let stages = plan(2);
         let mut deeds = busy(&stages);
-        assert_eq!(idle(&stages, &deeds), [""; 0]);
+        for (number, stage) in stages.iter().enumerate() {
+            assert_eq!(idle(number, stage, &deeds), [""; 0]);
+        }
         deeds.remove(&(1, Version::Old));
         assert_eq!(
-            idle(&stages, &deeds),
-            ["stage 2 (rolling forward: 1 old, 1 new): the old version stored nothing"]
+            idle(1, &stages[1], &deeds),
+            ["the old version stored nothing"]
         );
+        assert_eq!(idle(3, &stages[3], &deeds), [""; 0]);
     }
 
     #[test]
     fn side_by_side_each_version_must_go_on_with_what_the_other_began() {
         let stages = plan(2);
-        let mut deeds = busy(&stages);
         let to_itself = Done {
             settled_of_other: 0,
             ..BUSY
         };
-        deeds.insert((1, Version::New), to_itself);
-        // Alone, there is nobody to take over from.
-        deeds.insert((2, Version::New), to_itself);
-        let [what] = &idle(&stages, &deeds)[..] else {
-            panic!("one stage");
-        };
-        assert!(what.starts_with("stage 2 "), "{what}");
-        assert!(
-            what.contains("nothing of what the other had stored"),
-            "{what}"
+        let deeds = Deeds::from([
+            ((1, Version::Old), BUSY),
+            ((1, Version::New), to_itself),
+            ((2, Version::New), to_itself),
+        ]);
+        assert_eq!(
+            idle(1, &stages[1], &deeds),
+            ["the new version settled nothing of what the other had stored"]
         );
+        // Alone, it has nobody to take over from.
+        assert_eq!(idle(2, &stages[2], &deeds), [""; 0]);
     }
 
     #[test]

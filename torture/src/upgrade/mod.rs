@@ -42,6 +42,10 @@ use plan::{End, Replacement, Stage, Version, plan};
 /// after the work of a stage again.
 const RECOVERING: Duration = Duration::from_secs(30);
 
+/// The messages of a stage are sent in so many parts. The first one may be sent while the instance is replaced, and the
+/// others wait for the stage: however long a migration takes, both versions get some of them.
+const PARTS: usize = 4;
+
 /// How often the instances are looked at.
 const LOOK: Duration = Duration::from_millis(100);
 
@@ -108,14 +112,15 @@ impl Upgrade {
         // An old version that does not even start alone is no verdict on the new one.
         self.until_ready().await?;
         let time = Duration::from_secs(args.seconds);
-        let pace = Arc::new(Pace::new(args.messages, time, self.stages.len() - 1));
+        let parts = self.stages.len() * PARTS;
+        let pace = Arc::new(Pace::new(args.messages, time, parts - 1));
         let url = self.stack.rabbitmq.url();
         let mut work = post::produce_all(&url, &self.ledger, &self.gate, &pace);
         let mut watch = JoinSet::new();
         watch.spawn(progress(self.ledger.clone(), pace.begun));
-        if let Err(e) = self.roll(&pace).await {
-            // The rest would only fail in the same way. What has been sent still has to come back.
-            self.ledger.unexpected(format!("{e:#}"));
+        let rolled = self.roll(&pace).await;
+        if rolled.is_err() {
+            // What has been sent still has to come back, but there is no use in sending more.
             work.abort_all();
         }
         self.diary.close().await?;
@@ -127,33 +132,52 @@ impl Upgrade {
             }
         }
         settle(&self.ledger, &self.rows, QUIET, SETTLING).await?;
+        let stayed = match rolled {
+            Ok(()) => self.until_ready().await,
+            Err(e) => Err(e),
+        };
+        if let Err(e) = stayed {
+            self.ledger.unexpected(format!("{e:#}"));
+        }
         let deeds = self.diary.deeds().await?;
         let stages = &self.stages[..self.diary.stages()];
-        let mut verdict = judge(&self.ledger, &self.rows).await?;
-        verdict.unexpected.extend(idle(stages, &deeds));
+        let verdict = judge(&self.ledger, &self.rows).await?;
         Ok((verdict, table(stages, &deeds)))
     }
 
-    /// Goes through all stages. It is an error if an instance ends by itself, does not stop cleanly, or is not ready
-    /// in time.
+    /// Goes through all stages, up to the first in which something is wrong.
     async fn roll(&mut self, pace: &Pace) -> anyhow::Result<()> {
-        let spread = pace.time / u32::try_from(self.stages.len())?;
-        for (n, stage) in self.stages.clone().iter().enumerate() {
-            if let Some(replacement) = stage.replacement {
-                pace.step();
-                self.replace(replacement)
-                    .await
-                    .with_context(|| format!("{} ({})", stage.phase, stage.instances()))?;
-            }
-            self.diary.note().await?;
-            // A replacement that took long must not leave the stage without time.
-            let due = pace.begun + spread * u32::try_from(n + 1)?;
-            let until = due.max(Instant::now() + spread / 2);
-            self.work_until(until)
-                .await
-                .with_context(|| format!("{} ({})", stage.phase, stage.instances()))?;
-            self.diary.note().await?;
+        for n in 0..self.stages.len() {
+            self.pass(n, pace).await.with_context(|| {
+                let Stage { phase, .. } = self.stages[n];
+                format!("stage {} ({phase})", n + 1)
+            })?;
         }
+        Ok(())
+    }
+
+    /// Replaces an instance, and lets all work for their share of the time. It is an error if one of them ends by itself,
+    /// does not stop cleanly or is not ready in time, or if a version does not do its part.
+    async fn pass(&mut self, n: usize, pace: &Pace) -> anyhow::Result<()> {
+        let stage = self.stages[n].clone();
+        let spread = pace.time / u32::try_from(self.stages.len())?;
+        let due = pace.begun + spread * u32::try_from(n + 1)?;
+        if let Some(replacement) = stage.replacement {
+            pace.step();
+            self.replace(replacement).await?;
+        }
+        self.diary.note().await?;
+        (1..PARTS).for_each(|_| pace.step());
+        // A replacement that took long must not leave the stage without time.
+        let due = due.max(Instant::now() + spread / 2);
+        while Instant::now() < due {
+            self.ensure_alive()?;
+            sleep(LOOK).await;
+        }
+        self.until_ready().await?;
+        self.diary.note().await?;
+        let idle = idle(n, &stage, &self.diary.deeds().await?);
+        ensure!(idle.is_empty(), "{}", idle.join("; "));
         Ok(())
     }
 
@@ -199,15 +223,6 @@ impl Upgrade {
             begun.elapsed().as_secs_f64()
         ));
         Ok(())
-    }
-
-    /// Lets the instances work until this moment, after which all must be ready.
-    async fn work_until(&mut self, until: Instant) -> anyhow::Result<()> {
-        while Instant::now() < until {
-            self.ensure_alive()?;
-            sleep(LOOK).await;
-        }
-        self.until_ready().await
     }
 
     /// Waits until all instances are ready.

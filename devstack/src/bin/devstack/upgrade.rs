@@ -62,7 +62,7 @@ impl Upgrade {
         let Some(new) = versions.build(&new, "the service of this tree")? else {
             return Ok(1);
         };
-        drop(versions);
+        versions.keep([&old, &new])?;
         println!("old is {commit}, new is this tree{}", self.added());
         // The feature is the one of `cargo dev torture`, so that cargo does not build it twice.
         let mut command = workspace.cargo(&["run", "--quiet", "--package", "torture"]);

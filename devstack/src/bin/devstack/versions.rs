@@ -28,7 +28,8 @@ pub(crate) struct Versions<'a> {
     interrupts: &'a Interrupts,
     /// target/upgrade.
     directory: PathBuf,
-    /// Two builds at once would write to the same sources.
+    /// Held from the first build to the end of what runs the binaries: another one would write to the
+    /// same sources, and remove the binaries that it does not need.
     lock: Lock,
 }
 
@@ -112,6 +113,19 @@ impl<'a> Versions<'a> {
         fs::copy(target.join("debug").join(SERVICE), &draft)?;
         fs::rename(&draft, &binary)?;
         Ok(Some(binary))
+    }
+
+    /// Removes the binaries of all trees but these. Every change of a file makes another tree, and
+    /// the binaries are large.
+    pub(crate) fn keep(&self, binaries: [&Path; 2]) -> Result<()> {
+        for entry in fs::read_dir(&self.directory)? {
+            let path = entry?.path();
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            if name.starts_with(SERVICE) && !binaries.contains(&path.as_path()) {
+                fs::remove_file(path)?;
+            }
+        }
+        Ok(())
     }
 
     /// Makes `source` contain the files of a tree and no others.
