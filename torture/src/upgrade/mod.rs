@@ -2,8 +2,8 @@
 //!
 //! While a new version is rolled out, and when it is rolled back, instances of both work side by side on tables that the
 //! new one has migrated. This does so on purpose: one instance after the other is replaced by one of the other version,
-//! forward, back and forward again ([`plan`](mod@plan)). No message may be lost meanwhile, every instance has to stay at work, and
-//! the events must show that each version has gone on with rows of the other ([`deeds`]).
+//! forward, back and forward again ([`plan`](mod@plan)). No message may be lost meanwhile, every instance has to stay
+//! at work, and the events must show that each version has gone on with rows of the other ([`deeds`]).
 
 mod deeds;
 mod plan;
