@@ -263,3 +263,30 @@ impl Upgrade {
         let _ = spawn_blocking(move || drop(self.stack)).await;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[test]
+    fn an_upgrade_needs_both_versions_and_has_defaults_of_its_own() {
+        let parse = |line: &str| Args::try_parse_from(line.split_whitespace());
+        let args = parse("torture --upgrade-from a --upgrade-to b").expect("both");
+        assert_eq!(
+            (args.messages, args.seconds, args.instances),
+            (20_000, 120, 3)
+        );
+        let args = parse("torture --upgrade-from a --upgrade-to b --messages 7").expect("both");
+        assert_eq!(args.messages, 7);
+        for wrong in [
+            "torture --upgrade-from a",
+            "torture --upgrade-to b",
+            "torture --upgrade-from a --upgrade-to b --kills 3",
+            "torture --upgrade-from a --upgrade-to b --cluster",
+        ] {
+            parse(wrong).expect_err(wrong);
+        }
+    }
+}
