@@ -12,7 +12,7 @@ use devstack::Stack;
 use fastrand::Rng;
 use testkit::Proxy;
 use tokio::{
-    sync::{Mutex, RwLock, mpsc},
+    sync::{Mutex, RwLock},
     task::{JoinSet, spawn_blocking},
     time::{Instant, sleep},
 };
@@ -20,24 +20,21 @@ use tokio::{
 use crate::{
     Args,
     chaos::{Chaos, Told},
-    consumer::{Consumer, Tricks},
+    consumer::{self, Tricks},
     disk::Disk,
     fault::{Fault, Planned, plan},
     instance::{DATABASE, Slot, until_ready},
     ledger::{Ledger, Verdict},
-    message::{REVIEW, TARGETS},
-    post::{Pace, Post, produce},
+    post::{self, Pace},
     rows::Rows,
     setup,
 };
 
-const PRODUCERS: usize = 2;
-
 /// When nothing has come back for this long, nothing more will.
-const QUIET: Duration = Duration::from_secs(25);
+pub const QUIET: Duration = Duration::from_secs(25);
 
 /// When messages still come back after this long, there is no end to them.
-const SETTLING: Duration = Duration::from_secs(120);
+pub const SETTLING: Duration = Duration::from_secs(120);
 
 /// The same two for a campaign with `--brief`.
 const BRIEFLY: (Duration, Duration) = (Duration::from_secs(6), Duration::from_secs(12));
@@ -78,29 +75,7 @@ impl Campaign {
         let url = stack.rabbitmq.url();
         setup::declare_all(&url).await?;
 
-        let mut consumers = JoinSet::new();
-        let mut deletions = Vec::new();
-        for queue in TARGETS.into_iter().chain([REVIEW]) {
-            let (sender, receiver) = mpsc::channel(1);
-            if queue != REVIEW {
-                deletions.push(sender.clone());
-            }
-            let consumer = Consumer {
-                queue,
-                url: url.clone(),
-                stack: stack.clone(),
-                post: Post::new(&url, &ledger, &gate),
-                gate: gate.clone(),
-                ledger: ledger.clone(),
-                deletions: receiver,
-                tricks: tricks.clone(),
-            };
-            consumers.spawn(async move {
-                // If all senders were dropped, the consumer's wait for a deletion would end at once.
-                let _kept = sender;
-                consumer.run().await;
-            });
-        }
+        let (consumers, deletions) = consumer::start_all(&url, &stack, &ledger, &gate, &tricks);
         let mut slots = Vec::new();
         let mut addresses = Vec::new();
         for number in 0..args.instances {
@@ -144,12 +119,7 @@ impl Campaign {
         let time = Duration::from_secs(args.seconds);
         let pace = Arc::new(Pace::new(args.messages, time, steps));
         let url = self.chaos.stack.rabbitmq.url();
-        let mut work = JoinSet::new();
-        for first in 0..PRODUCERS {
-            let post = Post::new(&url, &self.ledger, &self.gate);
-            let (ledger, pace) = (self.ledger.clone(), pace.clone());
-            work.spawn(produce(post, ledger, pace, first, PRODUCERS));
-        }
+        let mut work = post::produce_all(&url, &self.ledger, &self.gate, &pace);
         work.spawn(kills(
             self.chaos.clone(),
             pace.clone(),
@@ -181,7 +151,7 @@ impl Campaign {
         } else {
             (QUIET, SETTLING)
         };
-        self.settle(quiet, settling).await
+        settle(&self.ledger, &self.rows, quiet, settling).await
     }
 
     fn tell(&self, fault: Fault, told: &Told) {
@@ -203,39 +173,9 @@ impl Campaign {
         ));
     }
 
-    /// Waits until no row is pending and no message is under way, or until nothing has moved for too long.
-    async fn settle(&self, quiet: Duration, settling: Duration) -> anyhow::Result<()> {
-        let begun = Instant::now();
-        let mut seen = (self.ledger.arrivals(), begun);
-        loop {
-            sleep(Duration::from_millis(250)).await;
-            let arrivals = self.ledger.arrivals();
-            if arrivals != seen.0 {
-                seen = (arrivals, Instant::now());
-            }
-            let still = seen.1.elapsed();
-            let waiting = self.rows.waiting().await?;
-            let done = waiting == 0 && self.ledger.under_way().is_empty();
-            if done && still > Duration::from_secs(3) {
-                return Ok(());
-            }
-            if still > quiet || begun.elapsed() > settling {
-                if waiting > 0 {
-                    self.ledger
-                        .unexpected(format!("{waiting} rows wait, and there is no end to it"));
-                }
-                return Ok(());
-            }
-        }
-    }
-
-    /// Compares what producers and consumers saw with what Postgres holds.
+    /// Comes to a verdict.
     pub async fn judge(&self) -> anyhow::Result<Verdict> {
-        let live = self.rows.live().await?;
-        let unconfirmed = self.rows.unconfirmed().await?;
-        let mut verdict = self.ledger.judge(&live, &unconfirmed);
-        self.rows.judge(&mut verdict, true).await?;
-        Ok(verdict)
+        judge(&self.ledger, &self.rows).await
     }
 
     /// What RabbitMQ still holds, which tells whether a message was dropped, or is only held up.
@@ -295,6 +235,45 @@ impl Campaign {
     }
 }
 
+/// Waits until no row is pending and no message is under way, or until nothing has moved for too long.
+pub async fn settle(
+    ledger: &Ledger,
+    rows: &Rows,
+    quiet: Duration,
+    settling: Duration,
+) -> anyhow::Result<()> {
+    let begun = Instant::now();
+    let mut seen = (ledger.arrivals(), begun);
+    loop {
+        sleep(Duration::from_millis(250)).await;
+        let arrivals = ledger.arrivals();
+        if arrivals != seen.0 {
+            seen = (arrivals, Instant::now());
+        }
+        let still = seen.1.elapsed();
+        let waiting = rows.waiting().await?;
+        let done = waiting == 0 && ledger.under_way().is_empty();
+        if done && still > Duration::from_secs(3) {
+            return Ok(());
+        }
+        if still > quiet || begun.elapsed() > settling {
+            if waiting > 0 {
+                ledger.unexpected(format!("{waiting} rows wait, and there is no end to it"));
+            }
+            return Ok(());
+        }
+    }
+}
+
+/// Compares what producers and consumers saw with what Postgres holds.
+pub async fn judge(ledger: &Ledger, rows: &Rows) -> anyhow::Result<Verdict> {
+    let live = rows.live().await?;
+    let unconfirmed = rows.unconfirmed().await?;
+    let mut verdict = ledger.judge(&live, &unconfirmed);
+    rows.judge(&mut verdict, true).await?;
+    Ok(verdict)
+}
+
 /// Kills instances at random moments over the whole time, beside the other faults.
 async fn kills(chaos: Arc<Chaos>, pace: Arc<Pace>, seed: u64, kills: usize, time: Duration) {
     let mut random = Rng::with_seed(seed ^ 0x6b69_6c6c);
@@ -310,7 +289,7 @@ async fn kills(chaos: Arc<Chaos>, pace: Arc<Pace>, seed: u64, kills: usize, time
 }
 
 /// Prints how far the campaign is: a line that is overwritten on a terminal, else a line now and then.
-async fn progress(ledger: Arc<Ledger>, begun: Instant) {
+pub async fn progress(ledger: Arc<Ledger>, begun: Instant) {
     let in_place = std::io::stderr().is_terminal();
     loop {
         sleep(Duration::from_millis(if in_place { 500 } else { 10_000 })).await;
@@ -329,7 +308,7 @@ async fn progress(ledger: Arc<Ledger>, begun: Instant) {
     }
 }
 
-fn say(line: &str) {
+pub fn say(line: &str) {
     let clear = if std::io::stderr().is_terminal() {
         "\r\x1b[K"
     } else {

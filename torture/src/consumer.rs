@@ -25,14 +25,14 @@ use retry_scheduler::wire::proto::ReviewMessage;
 use testkit::amqp;
 use tokio::{
     sync::{RwLock, mpsc, oneshot},
-    task::spawn_blocking,
+    task::{JoinSet, spawn_blocking},
     time::{Instant, sleep, timeout},
 };
 
 use crate::{
     instance::SERVICE,
     ledger::Ledger,
-    message::{INTAKE, Message, REVIEW},
+    message::{INTAKE, Message, REVIEW, TARGETS},
     post::{PATIENCE, Post, connect},
     setup,
 };
@@ -76,20 +76,54 @@ enum Gate {
 }
 
 /// The consumer of one queue, which connects again whenever its connection fails.
-pub struct Consumer {
-    pub queue: &'static str,
-    pub url: String,
-    pub stack: Arc<Stack>,
-    pub post: Post,
+struct Consumer {
+    queue: &'static str,
+    url: String,
+    stack: Arc<Stack>,
+    post: Post,
     /// See [`Post`].
-    pub gate: Arc<RwLock<()>>,
-    pub ledger: Arc<Ledger>,
-    pub deletions: mpsc::Receiver<Deletion>,
-    pub tricks: Arc<Tricks>,
+    gate: Arc<RwLock<()>>,
+    ledger: Arc<Ledger>,
+    deletions: mpsc::Receiver<Deletion>,
+    tricks: Arc<Tricks>,
+}
+
+/// Starts the consumers of all queues. Returns them, and for each target the way to ask for its deletion.
+pub fn start_all(
+    url: &str,
+    stack: &Arc<Stack>,
+    ledger: &Arc<Ledger>,
+    gate: &Arc<RwLock<()>>,
+    tricks: &Arc<Tricks>,
+) -> (JoinSet<()>, Vec<mpsc::Sender<Deletion>>) {
+    let mut consumers = JoinSet::new();
+    let mut deletions = Vec::new();
+    for queue in TARGETS.into_iter().chain([REVIEW]) {
+        let (sender, receiver) = mpsc::channel(1);
+        if queue != REVIEW {
+            deletions.push(sender.clone());
+        }
+        let consumer = Consumer {
+            queue,
+            url: url.to_owned(),
+            stack: stack.clone(),
+            post: Post::new(url, ledger, gate),
+            gate: gate.clone(),
+            ledger: ledger.clone(),
+            deletions: receiver,
+            tricks: tricks.clone(),
+        };
+        consumers.spawn(async move {
+            // If all senders were dropped, the consumer's wait for a deletion would end at once.
+            let _kept = sender;
+            consumer.run().await;
+        });
+    }
+    (consumers, deletions)
 }
 
 impl Consumer {
-    pub async fn run(mut self) {
+    async fn run(mut self) {
         let mut asked: Option<(Deletion, usize)> = None;
         loop {
             let _ = self.session(&mut asked).await;
@@ -221,7 +255,7 @@ impl Consumer {
             headers.inner().get(name)
         };
         let from = header("x-retry-scheduler").and_then(|name| name.as_long_string());
-        let from = from.and_then(|name| name.to_string().strip_prefix(SERVICE)?.parse().ok());
+        let from = from.and_then(|name| instance(&name.to_string()));
         let count = header("x-retry-count").and_then(|count| count.as_long_int());
         let id = delivery.properties.message_id().as_ref();
         let id = id.map(|id| id.to_string()).unwrap_or_default();
@@ -285,6 +319,11 @@ impl Consumer {
             other => bail!("{message:?} is there as {other}: {}", review.error),
         }
     }
+}
+
+/// The number in the name of an instance, which its version may follow.
+fn instance(name: &str) -> Option<usize> {
+    name.strip_prefix(SERVICE)?.split('-').next()?.parse().ok()
 }
 
 fn taken(counter: &AtomicUsize) -> bool {

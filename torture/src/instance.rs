@@ -26,7 +26,7 @@ use crate::message::{DEAD_LETTERS, INTAKE, REVIEW};
 /// The database that all instances share.
 pub const DATABASE: &str = "torture";
 
-/// The `SERVICE_NAME` of an instance is this and its number.
+/// The `SERVICE_NAME` of an instance is this and its number, and then its version where there are two.
 pub const SERVICE: &str = "torture-";
 
 /// The settings of all instances. The time-outs are so short that a fault can outlast each of them.
@@ -75,6 +75,7 @@ pub struct Slot {
     database_url: String,
     rabbitmq_url: String,
     number: usize,
+    version: Option<&'static str>,
     binary: PathBuf,
     log: PathBuf,
     /// The file in which the instance is told at which failpoint to kill itself.
@@ -100,6 +101,7 @@ impl Slot {
             rabbitmq,
             settings: Vec::new(),
             number,
+            version: None,
             binary: binary.to_owned(),
             log: logs.join(format!("instance-{number}.log")),
             order: logs.join(format!("die-{number}")),
@@ -110,6 +112,19 @@ impl Slot {
 
     pub fn start(&mut self) -> anyhow::Result<()> {
         self.launch([])
+    }
+
+    /// Starts an instance of another version, which its name tells.
+    pub fn start_version(&mut self, name: &'static str, binary: &Path) -> anyhow::Result<()> {
+        self.version = Some(name);
+        binary.clone_into(&mut self.binary);
+        self.start()
+    }
+
+    /// The `SERVICE_NAME` of its instances.
+    pub fn name(&self) -> String {
+        let version = self.version.map(|name| format!("-{name}"));
+        format!("{SERVICE}{}{}", self.number, version.unwrap_or_default())
     }
 
     /// Starts an instance whose time of day is off by `offset`, in the notation of libfaketime. Its timers are
@@ -134,7 +149,7 @@ impl Slot {
             // When coverage is measured, an instance that is killed would leave a damaged profile behind.
             .env("LLVM_PROFILE_FILE", "/dev/null")
             .env("RETRY_DIE_AT", &self.order)
-            .env("SERVICE_NAME", format!("{SERVICE}{}", self.number))
+            .env("SERVICE_NAME", self.name())
             .env("DATABASE_POOL_SIZE", POOL.to_string())
             .env("BASE_DELAY_MS", BASE_DELAY.as_millis().to_string())
             .env("MAX_DELAY_MS", MAX_DELAY.as_millis().to_string())

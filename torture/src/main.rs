@@ -8,7 +8,8 @@
 //! by the producers in [`post`], to the [`consumer`]s; [`fault`] lists the faults, which [`chaos`], [`ambush`], [`disk`],
 //! [`promote`] and [`strange`], with [`unreadable`], carry out on each [`instance`]; [`ledger`], [`excuse`] and [`rows`]
 //! come to the verdict. [`plant`] and [`controls`] show that the verdict can be a bad one. [`steady`](mod@steady) is a
-//! load without faults, [`failover`](mod@failover) one on servers that take each other's place.
+//! load without faults, [`failover`](mod@failover) one on servers that take each other's place, and
+//! [`upgrade`](mod@upgrade) one on instances of two versions that do.
 
 mod ambush;
 mod campaign;
@@ -30,15 +31,20 @@ mod setup;
 mod steady;
 mod strange;
 mod unreadable;
+mod upgrade;
 
-use std::{path::Path, process::ExitCode, time::Duration};
+use std::{
+    path::{Path, PathBuf},
+    process::ExitCode,
+    time::Duration,
+};
 
 use clap::{Parser, ValueEnum, builder::ArgPredicate};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
     campaign::Campaign, failover::Failover, fault::Fault, ledger::Verdict, plant::Plant,
-    steady::Steady,
+    steady::Steady, upgrade::Upgrade,
 };
 
 const AFTER_HELP: &str = "\
@@ -59,7 +65,9 @@ No faults, but an hour of ordinary work on the release build, in which nothing m
   cargo dev torture --steady 3600 --rate 200
 Nodes of a cluster killed under load, or a standby promoted; on other versions, which come first:
   cargo dev torture --cluster
-  cargo dev torture --postgres 17 --rabbitmq 4.0 --promotion";
+  cargo dev torture --postgres 17 --rabbitmq 4.0 --promotion
+Instances of two versions side by side:
+  cargo dev upgrade --help";
 
 /// Do everything to retry-scheduler that can be done, and see whether a message is lost.
 ///
@@ -86,6 +94,7 @@ struct Args {
         default_value_ifs([
             ("cluster", ArgPredicate::IsPresent, "20000"),
             ("promotion", ArgPredicate::IsPresent, "20000"),
+            ("upgrade_from", ArgPredicate::IsPresent, "20000"),
         ])
     )]
     messages: usize,
@@ -120,6 +129,7 @@ struct Args {
         default_value_ifs([
             ("cluster", ArgPredicate::IsPresent, "120"),
             ("promotion", ArgPredicate::IsPresent, "120"),
+            ("upgrade_from", ArgPredicate::IsPresent, "120"),
         ]),
         value_parser = clap::value_parser!(u64).range(1..)
     )]
@@ -145,6 +155,18 @@ struct Args {
     /// Only show that the campaign notices bugs: a short one with each, which must fail
     #[arg(long, exclusive = true)]
     controls: bool,
+    /// Instead: instances of this binary are replaced by those of another, and back; `cargo dev upgrade` builds both
+    #[arg(
+        long,
+        value_name = "BINARY",
+        hide = true,
+        requires = "upgrade_to",
+        conflicts_with_all = ["promotion", "cluster", "steady", "only", "plant", "kills", "faults"]
+    )]
+    upgrade_from: Option<PathBuf>,
+    /// The binary by whose instances they are replaced
+    #[arg(long, value_name = "BINARY", hide = true, requires = "upgrade_from")]
+    upgrade_to: Option<PathBuf>,
     /// Give up early, for what ends badly anyway
     #[arg(long, hide = true)]
     brief: bool,
@@ -164,7 +186,9 @@ impl Args {
 async fn main() -> ExitCode {
     let args = Args::parse();
     let fails_over = args.cluster || args.promotion;
-    if args.steady.is_none() && !fails_over && args.kinds().iter().any(|fault| fault.fills_disk()) {
+    let versions = args.upgrade_from.as_deref().zip(args.upgrade_to.as_deref());
+    let has_faults = args.steady.is_none() && !fails_over && versions.is_none();
+    if has_faults && args.kinds().iter().any(|fault| fault.fills_disk()) {
         disk::set_apart();
     }
     let stop = CancellationToken::new();
@@ -187,10 +211,11 @@ async fn main() -> ExitCode {
         };
     }
     let logs = std::env::temp_dir().join(format!("torture-{}", std::process::id()));
-    let done = match args.steady {
-        Some(seconds) => steady(&args, Duration::from_secs(seconds), &logs, &stop).await,
-        None if fails_over => failover(&args, &logs, &stop).await,
-        None => torture(&args, &logs, &stop).await,
+    let done = match (args.steady, versions) {
+        (Some(seconds), _) => steady(&args, Duration::from_secs(seconds), &logs, &stop).await,
+        (None, Some((old, new))) => upgrade(&args, old, new, &logs, &stop).await,
+        (None, None) if fails_over => failover(&args, &logs, &stop).await,
+        (None, None) => torture(&args, &logs, &stop).await,
     };
     match done {
         Ok(Some(good)) => {
@@ -322,6 +347,32 @@ async fn failover(
         counts(&verdict),
         still.as_secs_f64()
     );
+    Ok(Some(verdict.is_good()))
+}
+
+/// Runs a load on instances of two versions that take each other's place, and returns the same.
+async fn upgrade(
+    args: &Args,
+    old: &Path,
+    new: &Path,
+    logs: &Path,
+    stop: &CancellationToken,
+) -> anyhow::Result<Option<bool>> {
+    std::fs::create_dir_all(logs)?;
+    let begin = Upgrade::begin(args, old, new, logs);
+    let Some(upgrade) = stop.run_until_cancelled(begin).await else {
+        return Ok(None);
+    };
+    let mut upgrade = upgrade?;
+    let outcome = stop.run_until_cancelled(upgrade.run(args)).await;
+    upgrade.end().await;
+    let Some(outcome) = outcome else {
+        return Ok(None);
+    };
+    let (verdict, table) = outcome?;
+    print!("{table}");
+    list(&verdict);
+    println!("{}", counts(&verdict));
     Ok(Some(verdict.is_good()))
 }
 

@@ -14,6 +14,7 @@ use lapin::{BasicProperties, Channel, Confirmation, Connection, options::BasicPu
 use testkit::amqp;
 use tokio::{
     sync::RwLock,
+    task::JoinSet,
     time::{Instant, sleep, timeout},
 };
 
@@ -25,6 +26,8 @@ use crate::{
 
 /// How long to wait for RabbitMQ before connecting again.
 pub const PATIENCE: Duration = Duration::from_secs(5);
+
+const PRODUCERS: usize = 2;
 
 /// How many reports are published before their confirms are waited for.
 const CHUNK: usize = 20;
@@ -170,15 +173,23 @@ impl Pace {
     }
 }
 
+/// Starts the producers.
+pub fn produce_all(
+    url: &str,
+    ledger: &Arc<Ledger>,
+    gate: &Arc<RwLock<()>>,
+    pace: &Arc<Pace>,
+) -> JoinSet<()> {
+    let producer = |first| {
+        let post = Post::new(url, ledger, gate);
+        produce(post, ledger.clone(), pace.clone(), first, PRODUCERS)
+    };
+    (0..PRODUCERS).map(producer).collect()
+}
+
 /// Runs one of several producers, which sends every `of`th message from `first` on. A report that was not
 /// confirmed is not sent again.
-pub async fn produce(
-    mut post: Post,
-    ledger: Arc<Ledger>,
-    pace: Arc<Pace>,
-    first: usize,
-    of: usize,
-) {
+async fn produce(mut post: Post, ledger: Arc<Ledger>, pace: Arc<Pace>, first: usize, of: usize) {
     let mut own = (first..pace.messages).step_by(of).peekable();
     while own.peek().is_some() {
         if post.open().await.is_err() {

@@ -22,27 +22,25 @@ use devstack::Stack;
 use fastrand::Rng;
 use testkit::{Proxy, is_ready};
 use tokio::{
-    sync::{RwLock, mpsc},
+    sync::RwLock,
     task::{JoinSet, spawn_blocking},
     time::{Instant, sleep, sleep_until, timeout},
 };
 
 use crate::{
     Args,
-    consumer::{Consumer, Tricks},
+    campaign::judge,
+    consumer,
     excuse::Record,
     fault::Fault,
     instance::{DATABASE, Slot, until_ready},
     ledger::{Ledger, Verdict},
-    message::{REVIEW, TARGETS},
-    post::{Pace, Post, produce},
+    post::{self, Pace},
     rows::Rows,
     setup,
 };
 use cluster::Cluster;
 use promotion::Promotion;
-
-const PRODUCERS: usize = 2;
 
 /// Within this time after a server was killed, all instances must be ready and messages come back.
 const RECOVERING: Duration = Duration::from_secs(60);
@@ -147,25 +145,8 @@ impl Failover {
         setup::declare_all(&url).await?;
         let ledger = Arc::new(Ledger::new(args.messages));
         let gate = Arc::new(RwLock::new(()));
-        let mut consumers = JoinSet::new();
-        for queue in TARGETS.into_iter().chain([REVIEW]) {
-            // Nobody asks for a deletion. If the sender were dropped, the consumer would end.
-            let (sender, deletions) = mpsc::channel(1);
-            let consumer = Consumer {
-                queue,
-                url: url.clone(),
-                stack: stack.clone(),
-                post: Post::new(&url, &ledger, &gate),
-                gate: gate.clone(),
-                ledger: ledger.clone(),
-                deletions,
-                tricks: Arc::new(Tricks::default()),
-            };
-            consumers.spawn(async move {
-                let _kept = sender;
-                consumer.run().await;
-            });
-        }
+        // Nobody asks for a deletion here.
+        let (consumers, _) = consumer::start_all(&url, stack, &ledger, &gate, &Arc::default());
         let mut slots = Vec::new();
         let mut addresses = Vec::new();
         for number in 0..args.instances {
@@ -208,12 +189,7 @@ impl Failover {
     pub async fn run(&mut self, args: &Args) -> anyhow::Result<(Verdict, Duration)> {
         let time = Duration::from_secs(args.seconds);
         let pace = Arc::new(Pace::new(args.messages, time, args.faults));
-        let mut work = JoinSet::new();
-        for first in 0..PRODUCERS {
-            let post = Post::new(&self.rabbitmq_url, &self.ledger, &self.gate);
-            let (ledger, pace) = (self.ledger.clone(), pace.clone());
-            work.spawn(produce(post, ledger, pace, first, PRODUCERS));
-        }
+        let mut work = post::produce_all(&self.rabbitmq_url, &self.ledger, &self.gate, &pace);
         let mut watch = JoinSet::new();
         let still = Arc::new(AtomicU64::new(0));
         watch.spawn(progress(self.ledger.clone(), still.clone()));
@@ -237,10 +213,7 @@ impl Failover {
         {
             self.ledger.unexpected(e.to_string());
         }
-        let live = self.rows.live().await?;
-        let unconfirmed = self.rows.unconfirmed().await?;
-        let mut verdict = self.ledger.judge(&live, &unconfirmed);
-        self.rows.judge(&mut verdict, true).await?;
+        let verdict = judge(&self.ledger, &self.rows).await?;
         Ok((verdict, still))
     }
 

@@ -7,6 +7,8 @@ mod servers;
 mod surroundings;
 mod test;
 mod up;
+mod upgrade;
+mod versions;
 mod workspace;
 
 use std::os::unix::process::CommandExt;
@@ -77,6 +79,14 @@ enum Command {
         #[command(flatten)]
         passed: Passed,
     },
+    /// Replace instances of another revision by those of this tree under load, and the other way round
+    ///
+    /// First the old version runs alone. Then one instance after the other is replaced by one of the
+    /// new version, the first of which migrates the database, until the new version runs alone. Then
+    /// all of that backwards, on the migrated database, and forward again. Half of the instances that
+    /// are replaced leave, the others are killed.
+    #[command(after_help = upgrade::AFTER_HELP)]
+    Upgrade(upgrade::Upgrade),
     /// Feed mutated inputs to the decoders, guided by the code they reach
     ///
     /// Needs a C++ compiler, which libFuzzer is built with. An input that fails is written to
@@ -126,6 +136,7 @@ fn run(command: Command) -> Result<u8> {
         }
         Command::Bench(passed) => bench(&workspace, &passed.args),
         Command::Torture { servers, passed } => torture(&workspace, servers, &passed.args),
+        Command::Upgrade(upgrade) => upgrade.run(&workspace),
         Command::Fuzz {
             targets,
             runs,
