@@ -7,6 +7,7 @@ use futures::future::try_join_all;
 use crate::{
     field::{Field, Way},
     finding::Finding,
+    processor::Cost,
     producer::Load,
     scheduler::Scheduler,
 };
@@ -72,9 +73,15 @@ pub async fn run(
     let names = std::iter::once("unchanged").chain(changes.iter().map(String::as_str));
     for (what, way) in names.zip(&raced) {
         let rate = Finding::new(NAME, what, "messages/s", way.rates.clone());
-        let cost = way.costs.iter().map(|cost| cost.machine).collect();
-        let cost = Finding::new(NAME, format!("{what}: all CPU"), "µs/message", cost);
-        findings.extend([rate.against("unchanged", &raced[0].rates), cost]);
+        let cost = |of: &str, part: fn(&Cost) -> f64| {
+            let samples = way.costs.iter().map(part).collect();
+            Finding::new(NAME, format!("{what}: all CPU{of}"), "µs/message", samples)
+        };
+        findings.extend([
+            rate.against("unchanged", &raced[0].rates),
+            cost("", |cost| cost.machine),
+            cost(", Postgres of it", |cost| cost.postgres),
+        ]);
     }
     Ok(findings)
 }
