@@ -17,9 +17,11 @@ use crate::domain::{classify::ErrorClass, review::Reason, task::Status};
 /// read whole while it grows: until the next ANALYZE, each row of a batch would be
 /// compared with each row of the table. So no plan here may read a table whole, and
 /// batches find their rows by [`found_by_key`], not by a join, which might begin with the
-/// table. Compiling such short statements does not pay either.
-const PLAN_SETTINGS: &str =
-    "set_config('enable_seqscan', 'off', true), set_config('jit', 'off', true)";
+/// table. Compiling such short statements does not pay either. With plans that depend on no
+/// parameter, Postgres need not make one for each call: left to itself it does so for the first
+/// five calls on each connection, and for some statements always.
+const PLAN_SETTINGS: &str = "set_config('enable_seqscan', 'off', true), set_config('jit', 'off', true), \
+     set_config('plan_cache_mode', 'force_generic_plan', true)";
 
 /// Planner settings of a claim's transaction, besides [`PLAN_SETTINGS`].
 ///
