@@ -1,7 +1,9 @@
 //! `retry_due` says what waits: it follows every change of a task, whoever makes it, and settling
 //! a task touches no index of `retry_queue`.
 
-use crate::support::{Bed, message};
+use retry_scheduler::store::Store;
+
+use crate::support::{Bed, eventually, message};
 
 /// How many tasks wait.
 const WAITING: &str = "SELECT count(*) FROM retry_due";
@@ -155,4 +157,61 @@ async fn a_day_of_history_has_a_table_which_goes_when_the_day_is_too_old() {
         (bed.count(events).await, bed.count(elsewhere).await),
         (2, 1)
     );
+}
+
+/// What an instance of the layout before has left: tasks of every status, and their history.
+const LEFT_BEFORE: &str = "
+    INSERT INTO retry_queue (message_id, original_payload, original_queue, status, reason, priority)
+        SELECT gen_random_uuid(), 'body', 'q' || i % 5,
+               (ARRAY['pending', 'retried', 'failed', 'cancelled'])[1 + i % 4],
+               CASE i % 4 WHEN 2 THEN 'final' END, i % 2
+        FROM generate_series(1, 1000) AS i;
+    INSERT INTO retry_events (task_id, at, event_type, status, retry_count, max_retries,
+                              next_retry_at, instance)
+        SELECT id, now() - id * interval '1 minute', 'scheduled', status, retry_count, max_retries,
+               next_retry_at, 'before' FROM retry_queue";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_layout_before_is_taken_over_with_all_that_waits_and_all_history() {
+    let bed = Bed::new().await;
+    let mut before = sqlx::migrate::Migrator::new(std::path::Path::new("migrations"))
+        .await
+        .expect("migrations");
+    before.migrations.to_mut().retain(|m| m.version < 7);
+    before.run(&bed.db).await.expect("the layout before");
+    bed.arrange(LEFT_BEFORE).await;
+
+    // A migration that is cut off leaves the layout before as it was, and can be run again.
+    let mut tx = bed.db.begin().await.expect("a transaction");
+    let lock = "LOCK TABLE retry_queue IN SHARE MODE";
+    sqlx::raw_sql(lock).execute(&mut *tx).await.expect("locked");
+    let store = Store::open(&bed.settings(), "test").expect("a store");
+    let cut_off = tokio::spawn(async move { store.migrate().await });
+    let waiting = "SELECT pid::bigint FROM pg_stat_activity
+                   WHERE datname = current_database() AND wait_event_type = 'Lock'";
+    let pid = eventually("the migration waits", || async {
+        let pid = sqlx::query_scalar(waiting).fetch_optional(&bed.db);
+        pid.await.expect("an answer")
+    });
+    let pid: i64 = pid.await;
+    bed.arrange(&format!("SELECT pg_terminate_backend({pid})"))
+        .await;
+    assert!(cut_off.await.expect("no panic").is_err());
+    tx.rollback().await.expect("unlocked");
+    assert_eq!(bed.count("SELECT count(*) FROM retry_queue").await, 1000);
+
+    bed.migrate().await;
+    assert_eq!(bed.count(WAITING).await, 250);
+    assert_eq!(bed.count(OUT_OF_STEP).await, 0);
+    let events = "SELECT count(*) FROM retry_events e JOIN retry_queue q ON q.id = e.task_id";
+    assert_eq!(bed.count(events).await, 1000);
+    // History goes on behind what was there.
+    bed.arrange(
+        "INSERT INTO retry_events (task_id, event_type, status, retry_count, max_retries,
+                                   next_retry_at, instance)
+         VALUES (1, 'retry_attempt', 'retried', 1, 3, now(), 'after')",
+    )
+    .await;
+    let last = "SELECT id FROM retry_events WHERE instance = 'after'";
+    assert_eq!(bed.count(last).await, 1001);
 }
