@@ -6,7 +6,10 @@ use std::{fs, path::Path, process::Command};
 use anyhow::{Context, ensure};
 use url::Url;
 
-use crate::scheduler::Setup;
+use crate::{
+    processor::{children, processes},
+    scheduler::Setup,
+};
 
 /// The processes that are bound to cores. A process that they start later inherits the binding.
 /// When this is dropped, they may run on all cores again.
@@ -123,21 +126,6 @@ fn listening(line: &str, port: u16) -> Option<String> {
     let (_, local) = fields.get(1)?.rsplit_once(':')?;
     let is_it = u16::from_str_radix(local, 16) == Ok(port) && *fields.get(3)? == LISTEN;
     is_it.then(|| format!("socket:[{}]", fields.get(9).unwrap_or(&"")))
-}
-
-fn children(parent: u32) -> anyhow::Result<Vec<u32>> {
-    let is_child = |process: &u32| {
-        let stat = fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
-        let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields);
-        fields.split_whitespace().nth(1) == Some(&parent.to_string())
-    };
-    Ok(processes()?.into_iter().filter(is_child).collect())
-}
-
-fn processes() -> anyhow::Result<Vec<u32>> {
-    let entries = fs::read_dir("/proc")?.flatten();
-    let names = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-    Ok(names.collect())
 }
 
 #[cfg(test)]

@@ -4,11 +4,10 @@
 use std::{
     cell::Cell,
     io::{IsTerminal, Write},
-    path::PathBuf,
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, ensure};
+use anyhow::Context;
 use lapin::{Channel, Connection, options::QueueDeleteOptions, types::FieldTable};
 use testkit::amqp;
 use tokio::{
@@ -18,7 +17,6 @@ use tokio::{
 use url::Url;
 
 use crate::{
-    Args,
     inbox::{Arrived, Inbox},
     processor::{Clock, Cost},
     producer::{Load, Producer, Shape},
@@ -117,24 +115,13 @@ pub struct Field {
 }
 
 impl Field {
-    pub async fn open(args: &Args) -> anyhow::Result<Self> {
-        let given = |name| std::env::var(name).ok().filter(|value| !value.is_empty());
-        let missing = "DATABASE_URL and RABBITMQ_URL say where to run; `cargo dev bench` sets them";
-        let setup = Setup {
-            binary: binary(args)?,
-            database_url: given("DATABASE_URL").context(missing)?,
-            rabbitmq_url: given("RABBITMQ_URL").context(missing)?,
-            settings: args
-                .set
-                .iter()
-                .map(|pair| setting(pair))
-                .collect::<Result<_, _>>()?,
-        };
+    /// Connects to both services. `rounds` overrides the number of rounds of every scenario.
+    pub async fn open(setup: Setup, full: bool, rounds: Option<usize>) -> anyhow::Result<Self> {
         let sending = connect(&setup.rabbitmq_url).await?;
         let receiving = connect(&setup.rabbitmq_url).await?;
         Ok(Self {
-            full: args.full,
-            rounds: args.rounds,
+            full,
+            rounds,
             rows: Rows::open(&setup.database_url).await?,
             producer: Producer::open(&sending).await?,
             channel: sending.create_channel().await?,
@@ -272,22 +259,6 @@ impl Field {
         let _ = tokio::time::timeout(Duration::from_secs(2), goodbye).await;
         Ok(())
     }
-}
-
-/// The scheduler to measure: the one that `--binary` names, else the one that was built into the
-/// directory of this program.
-fn binary(args: &Args) -> anyhow::Result<PathBuf> {
-    let binary = match &args.binary {
-        Some(path) => path.clone(),
-        None => return testkit::service_binary(),
-    };
-    ensure!(binary.is_file(), "{} is not there", binary.display());
-    Ok(binary)
-}
-
-fn setting(pair: &str) -> anyhow::Result<(String, String)> {
-    let (name, value) = pair.split_once('=').context("--set wants NAME=VALUE")?;
-    Ok((name.to_owned(), value.to_owned()))
 }
 
 async fn connect(url: &str) -> anyhow::Result<Connection> {

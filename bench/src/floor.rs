@@ -9,7 +9,7 @@ use std::{
 use anyhow::{Context, bail, ensure};
 use futures::StreamExt;
 use lapin::{
-    BasicProperties, Channel, Confirmation,
+    BasicProperties, Channel, Confirmation, Consumer,
     message::Delivery,
     options::{BasicAckOptions, BasicPublishOptions, BasicQosOptions},
     types::{AMQPValue, FieldTable},
@@ -53,6 +53,11 @@ impl Relay {
         }
         bail!("the relay does not subscribe");
     }
+
+    /// The id of its process.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
 }
 
 impl Drop for Relay {
@@ -80,16 +85,8 @@ async fn relay_worker(url: &str, queue: &str) -> anyhow::Result<()> {
         .basic_qos(PREFETCH, BasicQosOptions::default())
         .await?;
     let mut deliveries = amqp::subscribe(&channel, queue).await?;
-    while let Some(first) = deliveries.next().await {
-        let mut batch = vec![first?];
-        let deadline = Instant::now() + LINGER;
-        while batch.len() < BATCH {
-            match timeout_at(deadline, deliveries.next()).await {
-                Ok(Some(delivery)) => batch.push(delivery?),
-                Ok(None) | Err(_) => break,
-            }
-        }
-        pass_on(&publisher, &batch).await?;
+    while let Some(batch) = next_batch(&mut deliveries, BATCH, LINGER).await? {
+        pass_on(&publisher, &decoded(&batch)?).await?;
         if let Some(last) = batch.last() {
             last.ack(BasicAckOptions { multiple: true }).await?;
         }
@@ -97,15 +94,40 @@ async fn relay_worker(url: &str, queue: &str) -> anyhow::Result<()> {
     bail!("RabbitMQ ended the relay's subscription")
 }
 
+/// Waits for a delivery, and then at most `linger` for more. Returns `None` at the end of the
+/// subscription.
+pub async fn next_batch(
+    deliveries: &mut Consumer,
+    most: usize,
+    linger: Duration,
+) -> anyhow::Result<Option<Vec<Delivery>>> {
+    let Some(first) = deliveries.next().await else {
+        return Ok(None);
+    };
+    let mut batch = vec![first?];
+    let deadline = Instant::now() + linger;
+    while batch.len() < most {
+        match timeout_at(deadline, deliveries.next()).await {
+            Ok(Some(delivery)) => batch.push(delivery?),
+            Ok(None) | Err(_) => break,
+        }
+    }
+    Ok(Some(batch))
+}
+
+/// Decodes what a batch of deliveries carries.
+pub fn decoded(batch: &[Delivery]) -> anyhow::Result<Vec<RetryMessage>> {
+    let messages = batch
+        .iter()
+        .map(|delivery| RetryMessage::decode(delivery.data.as_slice()));
+    Ok(messages.collect::<Result<_, _>>()?)
+}
+
 /// Publishes a batch as retry-scheduler does: all messages are handed to lapin before the first
 /// confirm is waited for.
-async fn pass_on(publisher: &Channel, batch: &[Delivery]) -> anyhow::Result<()> {
-    let messages: Vec<RetryMessage> = batch
-        .iter()
-        .map(|delivery| RetryMessage::decode(delivery.data.as_slice()))
-        .collect::<Result<_, _>>()?;
+pub async fn pass_on(publisher: &Channel, messages: &[RetryMessage]) -> anyhow::Result<()> {
     let mut handed_over = Vec::with_capacity(messages.len());
-    for message in &messages {
+    for message in messages {
         let properties = BasicProperties::default()
             .with_delivery_mode(2)
             .with_message_id(message.message_id.as_str().into());
@@ -133,7 +155,7 @@ async fn pass_on(publisher: &Channel, batch: &[Delivery]) -> anyhow::Result<()> 
         let confirmation = confirm.await?;
         ensure!(
             matches!(confirmation, Confirmation::Ack(None)),
-            "the relay's message was not taken"
+            "a message was not taken"
         );
     }
     Ok(())

@@ -1,34 +1,20 @@
 //! `cargo dev bench`: retry-scheduler measured against what the broker can do
 //! without it.
 //!
-//! In reading order: [`field`] holds what all scenarios share; [`scheduler`] and [`floor`] start
-//! what is measured, each as a process of its own; [`producer`] publishes messages and [`inbox`]
-//! receives them; [`rows`] queries Postgres; [`processor`] reads processor time and [`cores`] binds
-//! processes to cores; [`scenarios`] measure; [`finding`], [`report`] and [`plot`] show results.
-
-mod cores;
-mod field;
-mod finding;
-mod floor;
-mod inbox;
-mod plot;
-mod processor;
-mod producer;
-mod report;
-mod rows;
-mod scenarios;
-mod scheduler;
+//! What it is made of is in the library; this is the command line.
 
 use std::{path::PathBuf, process::ExitCode, time::Instant};
 
-use anyhow::Context;
-use clap::Parser;
-
-use crate::{
+use bench::{
+    exit,
     field::Field,
+    floor, plot,
     report::Report,
     scenarios::{Scenario, versus},
+    scheduler::Setup,
+    write,
 };
+use clap::Parser;
 
 /// Measure retry-scheduler: how fast, how punctual, how large.
 ///
@@ -50,6 +36,8 @@ Examples:
   cargo dev bench --set DISPATCH_WORKERS=4        another setting
   cargo dev bench --versus DISPATCH_WORKERS=4 --versus /tmp/old/retry-scheduler
                                                   two changes, each against none, in one run
+  cargo dev bench --peers                         beside other queues on Postgres; it has
+                                                  options of its own: --peers --help
 
 The floors:
   relay    consumes, publishes with confirms, acknowledges: the same queues,
@@ -62,7 +50,7 @@ when it could not, or when a message was lost or came twice.
 It uses DATABASE_URL and RABBITMQ_URL, there only the schemas bench_* and the
 queues bench.*, and removes them when it ends."
 )]
-pub struct Args {
+struct Args {
     /// The full form: larger, longer, more scenarios
     #[arg(long)]
     full: bool,
@@ -107,25 +95,16 @@ async fn main() -> ExitCode {
         return exit(floor::relay(queue).await);
     }
     tokio::select! {
-        ended = bench(args) => exit(ended),
+        ended = measure(args) => exit(ended),
         () = testkit::interrupted() => ExitCode::from(130),
     }
 }
 
-fn exit(ended: anyhow::Result<()>) -> ExitCode {
-    match ended {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(e) => {
-            eprintln!("bench: {e:#}");
-            ExitCode::FAILURE
-        }
-    }
-}
-
-async fn bench(args: Args) -> anyhow::Result<()> {
+async fn measure(args: Args) -> anyhow::Result<()> {
     let started = Instant::now();
     let mut chosen = Scenario::chosen(&args.only, args.full);
-    let mut field = Field::open(&args).await?;
+    let setup = Setup::from_environment(args.binary.as_deref(), &args.set)?;
+    let mut field = Field::open(setup, args.full, args.rounds).await?;
     let mut report = Report::new(&field, args.full);
     if !args.versus.is_empty() {
         chosen.clear();
@@ -155,8 +134,4 @@ async fn bench(args: Args) -> anyhow::Result<()> {
         write(path, &report.markdown())?;
     }
     failed.map_or(closed, Err)
-}
-
-fn write(path: &PathBuf, text: &str) -> anyhow::Result<()> {
-    std::fs::write(path, text).with_context(|| format!("writing {}", path.display()))
 }

@@ -65,6 +65,23 @@ impl Clock {
     }
 }
 
+/// The processes that a process has started.
+pub fn children(parent: u32) -> anyhow::Result<Vec<u32>> {
+    let is_child = |process: &u32| {
+        let stat = fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
+        let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields);
+        fields.split_whitespace().nth(1) == Some(&parent.to_string())
+    };
+    Ok(processes()?.into_iter().filter(is_child).collect())
+}
+
+/// The processes of this machine.
+pub fn processes() -> anyhow::Result<Vec<u32>> {
+    let entries = fs::read_dir("/proc")?.flatten();
+    let names = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    Ok(names.collect())
+}
+
 /// The name of a process, and the seconds that it has used together with its children that have
 /// ended. The kernel counts in hundredths of a second.
 fn named(stat: &str) -> Option<(&str, f64)> {

@@ -147,7 +147,8 @@ fn verdict(finding: &Finding) -> String {
     }
 }
 
-fn spread(of: Spread) -> String {
+/// The median, and in brackets the least and the most.
+pub fn spread(of: Spread) -> String {
     if of.least == of.most {
         return short(of.median);
     }

@@ -1,7 +1,7 @@
 //! Runs retry-scheduler as it is shipped: the release binary, as a process of its own.
 
 use std::{
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     time::{Duration, Instant},
 };
@@ -9,6 +9,8 @@ use std::{
 use anyhow::{Context, bail, ensure};
 use tokio::time::sleep;
 use url::Url;
+
+use crate::usage::Usage;
 
 /// How long retry-scheduler may take to become ready, and to end after SIGTERM.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -34,19 +36,39 @@ pub struct Setup {
     pub settings: Vec<(String, String)>,
 }
 
+impl Setup {
+    /// Takes the services from the environment, and the scheduler from `binary` or else from the
+    /// directory of this program. Each of `settings` is `NAME=VALUE`.
+    pub fn from_environment(binary: Option<&Path>, settings: &[String]) -> anyhow::Result<Self> {
+        let given = |name| std::env::var(name).ok().filter(|value| !value.is_empty());
+        let missing = "DATABASE_URL and RABBITMQ_URL say where to run; `cargo dev bench` sets them";
+        let binary = match binary {
+            Some(path) => path.to_owned(),
+            None => testkit::service_binary()?,
+        };
+        ensure!(binary.is_file(), "{} is not there", binary.display());
+        Ok(Self {
+            binary,
+            database_url: given("DATABASE_URL").context(missing)?,
+            rabbitmq_url: given("RABBITMQ_URL").context(missing)?,
+            settings: settings
+                .iter()
+                .map(|pair| setting(pair))
+                .collect::<Result<_, _>>()?,
+        })
+    }
+}
+
+fn setting(pair: &str) -> anyhow::Result<(String, String)> {
+    let (name, value) = pair.split_once('=').context("--set wants NAME=VALUE")?;
+    Ok((name.to_owned(), value.to_owned()))
+}
+
 /// A running retry-scheduler, which is killed when this is dropped.
 pub struct Scheduler {
     child: Child,
     /// The time from its start until `/ready` said yes.
     pub ready_after: Duration,
-}
-
-/// The memory and the processor time that a process has used.
-#[derive(Clone, Copy, Debug)]
-pub struct Usage {
-    pub resident_mb: f64,
-    pub peak_mb: f64,
-    pub cpu: Duration,
 }
 
 impl Scheduler {
@@ -93,23 +115,13 @@ impl Scheduler {
         Ok(scheduler)
     }
 
+    /// The id of its process.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
     pub fn usage(&self) -> anyhow::Result<Usage> {
-        let id = self.child.id();
-        let stat = std::fs::read_to_string(format!("/proc/{id}/stat"))?;
-        // The name, in parentheses, may contain spaces, so fields are counted from its end. User
-        // and system time are the 14th and 15th field of the line, in hundredths of a second.
-        let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields);
-        let ticks: u64 = fields
-            .split_whitespace()
-            .skip(11)
-            .take(2)
-            .filter_map(|field| field.parse::<u64>().ok())
-            .sum();
-        Ok(Usage {
-            resident_mb: testkit::memory_mb(id, "VmRSS")?,
-            peak_mb: testkit::memory_mb(id, "VmHWM")?,
-            cpu: Duration::from_millis(ticks * 10),
-        })
+        Usage::of(self.id())
     }
 
     /// Stops it with SIGTERM, as an operator would, and waits for its end.
