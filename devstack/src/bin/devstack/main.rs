@@ -11,6 +11,7 @@ mod upgrade;
 mod versions;
 mod workspace;
 
+use std::env;
 use std::os::unix::process::CommandExt;
 use std::process::ExitCode;
 
@@ -69,7 +70,7 @@ enum Command {
     Test(test::Test),
     /// Show the service at work
     Demo(Passed),
-    /// Measure the service against what the broker can do without it
+    /// Measure the service against what the broker can do without it, or with --peers beside other queues
     Bench(Passed),
     /// Run the service through kills, freezes and outages, and see whether a message is lost
     #[command(disable_help_flag = true)]
@@ -134,7 +135,7 @@ fn run(command: Command) -> Result<u8> {
             let demo = ["--package", "retry-scheduler", "--example", "demo"];
             with_services(&workspace, "dev", &demo, &passed.args)
         }
-        Command::Bench(passed) => bench(&workspace, &passed.args),
+        Command::Bench(passed) => bench(&workspace, passed.args),
         Command::Torture { servers, passed } => torture(&workspace, servers, &passed.args),
         Command::Upgrade(upgrade) => upgrade.run(&workspace),
         Command::Fuzz {
@@ -155,8 +156,11 @@ fn send(workspace: &Workspace, args: &[String]) -> Result<u8> {
 
 /// Builds the service by itself before the benchmark: built together with other packages, its
 /// dependencies might get features that it is not shipped with.
-fn bench(workspace: &Workspace, args: &[String]) -> Result<u8> {
-    if !asks_for_help(args) {
+///
+/// The comparison with other queues is a workspace of its own. It shares the target directory,
+/// because it looks for the service beside itself.
+fn bench(workspace: &Workspace, mut args: Vec<String>) -> Result<u8> {
+    if !asks_for_help(&args) {
         let mut build = workspace.cargo(&["build", "--release", "--package", "retry-scheduler"]);
         let built = build.args(["--bin", "retry-scheduler"]).status();
         let built = built.context("Failed to run cargo")?;
@@ -164,7 +168,16 @@ fn bench(workspace: &Workspace, args: &[String]) -> Result<u8> {
             return Ok(exit_code(built));
         }
     }
-    with_services(workspace, "release", &["--package", "bench"], args)
+    let given = args.len();
+    args.retain(|arg| arg != "--peers");
+    if args.len() == given {
+        return with_services(workspace, "release", &["--package", "bench"], &args);
+    }
+    let target = env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| "target".into());
+    let target = target.to_string_lossy();
+    let peers = ["--manifest-path", "bench/peers/Cargo.toml", "--locked"];
+    let peers = [&peers[..], &["--target-dir", &target]].concat();
+    with_services(workspace, "release", &peers, &args)
 }
 
 fn asks_for_help(args: &[String]) -> bool {
