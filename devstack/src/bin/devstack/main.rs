@@ -158,7 +158,8 @@ fn send(workspace: &Workspace, args: &[String]) -> Result<u8> {
 /// dependencies might get features that it is not shipped with.
 ///
 /// The comparison with other queues is a workspace of its own. It shares the target directory,
-/// because it looks for the service beside itself.
+/// because it looks for the service beside itself. A peer checks its SQL while it is compiled, against
+/// what it is shipped with unless it is kept from asking our database instead.
 fn bench(workspace: &Workspace, mut args: Vec<String>) -> Result<u8> {
     if !asks_for_help(&args) {
         let mut build = workspace.cargo(&["build", "--release", "--package", "retry-scheduler"]);
@@ -175,8 +176,11 @@ fn bench(workspace: &Workspace, mut args: Vec<String>) -> Result<u8> {
     }
     let target = env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| "target".into());
     let target = target.to_string_lossy();
-    let peers = ["--manifest-path", "bench/peers/Cargo.toml", "--locked"];
-    let peers = [&peers[..], &["--target-dir", &target]].concat();
+    #[rustfmt::skip]
+    let peers = [
+        "--manifest-path", "bench/peers/Cargo.toml", "--locked", "--target-dir", &target,
+        "--config", "env.SQLX_OFFLINE='true'",
+    ];
     with_services(workspace, "release", &peers, &args)
 }
 
