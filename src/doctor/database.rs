@@ -278,7 +278,7 @@ mod tests {
     };
 
     fn sound() -> DatabaseFacts {
-        let tables = ["retry_queue", "retry_events", "idempotency_keys"];
+        let tables = ["retry_queue", "retry_history", "idempotency_keys"];
         DatabaseFacts {
             server: ServerFacts {
                 version_num: 150_004,
@@ -363,7 +363,7 @@ mod tests {
             (Grade::Warning, "newer version", |f| {
                 f.migrations_unknown = 2
             }),
-            (Grade::Problem, "may not write to retry_events", |f| {
+            (Grade::Problem, "may not write to retry_history", |f| {
                 f.tables[1].writable = false;
             }),
             (Grade::Warning, "autovacuum is off for retry_queue", |f| {

@@ -115,7 +115,7 @@ impl Janitor {
         }
         let started = Instant::now();
         loop {
-            let events = self.store.rotate_events(self.retention, BATCH).await?;
+            let events = self.store.rotate_history(self.retention, BATCH).await?;
             let keys = self.store.remove_expired_keys(BATCH).await?;
             self.removed("event", events);
             self.removed("idempotency_key", keys);

@@ -73,6 +73,7 @@ const WAITED: &str = "found.next_retry_at AS due_before, found.priority AS prior
 pub(super) static INSERT: Statement = Statement::new("insert new", || {
     let (kind, instance) = (literal(EventKind::Scheduled), next_parameter());
     let events = Event {
+        status: "'pending'",
         delay_ms: "c.delay_ms",
         error: "c.error_reason",
         ..Event::of("inserted", &kind, &instance)
@@ -173,6 +174,7 @@ pub(super) static NOTE_DUPLICATES: Statement = Statement::new("note duplicates",
     let kind = literal(EventKind::Duplicate);
     let events = Event {
         was: "'pending'",
+        status: "'pending'",
         ..Event::of("updated", &kind, "$4")
     };
     format!(
@@ -200,7 +202,7 @@ pub(super) static NOTE_DUPLICATES: Statement = Statement::new("note duplicates",
 pub(super) static NOTE_OUTDATED: Statement = Statement::new("note outdated", || {
     let (kind, sent_back) = (literal(EventKind::Duplicate), literal(EventKind::SentBack));
     let events = Event {
-        detail: "'of an earlier attempt'",
+        detail: "'of an earlier attempt'::text",
         was: "c.status",
         attempt_id: "c.attempt_id",
         ..Event::of("outdated", &kind, "$5")
@@ -213,15 +215,16 @@ pub(super) static NOTE_OUTDATED: Statement = Statement::new("note outdated", || 
             CROSS JOIN LATERAL (SELECT * FROM retry_queue WHERE id = i.id OFFSET 0) q
             WHERE q.original_queue = i.queue AND sha256(q.original_payload) = i.digest
               AND EXISTS (
-                  SELECT FROM retry_events named
+                  SELECT FROM retry_history named
                   CROSS JOIN LATERAL (
-                      SELECT FROM retry_events later
-                      WHERE later.task_id = i.id AND later.id > named.id
-                        AND later.event_type = {sent_back} AND later.attempt_id <> i.attempt_id
+                      SELECT FROM retry_history later
+                      WHERE later.task_ids @> ARRAY[i.id] AND later.id > named.id
+                        AND later.event_type = {sent_back}
+                        AND later.attempt_id[array_position(later.task_ids, i.id)] <> i.attempt_id
                       OFFSET 0
                   ) later
-                  WHERE named.task_id = i.id AND named.event_type = {sent_back}
-                    AND named.attempt_id = i.attempt_id
+                  WHERE named.task_ids @> ARRAY[i.id] AND named.event_type = {sent_back}
+                    AND named.attempt_id[array_position(named.task_ids, i.id)] = i.attempt_id
                   OFFSET 0)
         ), events AS ({})
         SELECT message_id FROM outdated",

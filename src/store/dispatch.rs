@@ -58,23 +58,24 @@ fn task_columns(body: &str) -> String {
 }
 
 /// Tasks that wait and satisfy `which` (a condition on `retry_due`), locked, in the order of
-/// `order`, with the places of both rows. `retry_due` says which wait, and the task is what is
-/// locked: who holds it may change both. What another transaction did since the snapshot was taken
-/// shows in the locked row, so that is compared again. A join can only go from the one to the
-/// other, row by row, and ends when a LIMIT around it has enough: an `UPDATE … WHERE id IN (SELECT
-/// … FOR UPDATE SKIP LOCKED LIMIT n)` can take more than n.
+/// `order`: where their rows stand, and what a claim chooses by. `retry_due` says which wait, and the
+/// task is what is locked: who holds it may change both. What another transaction did since the
+/// snapshot was taken shows in the locked row, so that is compared again. A join can only go from
+/// the one to the other, row by row, and ends when a LIMIT around it has enough: an `UPDATE … WHERE
+/// id IN (SELECT … FOR UPDATE SKIP LOCKED LIMIT n)` can take more than n.
 fn locked(which: &str, order: &str) -> String {
     format!(
         "SELECT task.*, due.place AS due_place
          FROM (SELECT ctid AS place, * FROM retry_due WHERE {which} ORDER BY {order}) due
          CROSS JOIN LATERAL (
-             SELECT {}, q.lane, q.priority, q.ctid AS place FROM retry_queue q
+             SELECT q.id, q.lane, q.next_retry_at, octet_length(q.original_payload) AS bytes,
+                    q.ctid AS place
+             FROM retry_queue q
              WHERE q.id = due.task_id AND q.status = 'pending'
                AND q.next_retry_at = due.next_retry_at AND q.lane = due.lane
                AND q.priority = due.priority AND {}
              FOR UPDATE SKIP LOCKED
          ) task",
-        task_columns("q.original_payload, q.properties"),
         understood("q")
     )
 }
@@ -107,51 +108,25 @@ fn first_due(which: &str) -> String {
     format!("LEAST({}, {})", first(0), first(1))
 }
 
-/// The rows of `claimed` within the byte budget `$2`, in the order in which they come. Rows beyond
-/// it stay locked until the commit and are then free again. Each comes with the places of its
-/// rows, with the moment of the answer, and with the moment at which the next row falls due, which
-/// saves a worker the question after its turn.
+/// The tasks of `claimed` within the byte budget `$2`, in the order in which they come. Rows beyond
+/// it stay locked until the commit and are then free again. Only here are the rows read whole, so
+/// that payloads take no part in sorting and counting. A row that was changed between this
+/// statement's snapshot and its lock is not seen by the snapshot, and waits for the next claim.
+///
+/// Each task comes with the places of its rows, with the moment of the answer, and with the moment
+/// at which the next row falls due, which saves a worker the question after its turn.
 fn within_budget(claimed: &str, last_lane: &str) -> String {
     format!(
-        "SELECT {}, clock_timestamp(), tidsend(q.place), tidsend(q.due_place), {last_lane},
+        "SELECT {}, clock_timestamp(), tidsend(taken.place), tidsend(taken.due_place), {last_lane},
                 {}
-         FROM (SELECT *, sum(octet_length(original_payload)) OVER (ROWS UNBOUNDED PRECEDING)
-                         - octet_length(original_payload) AS bytes_before
-               FROM ({claimed}) claimed) q
-         WHERE bytes_before < $2",
-        CLAIMED_COLUMNS
-            .map(|column| format!("q.{column}"))
-            .join(", "),
+         FROM (SELECT *, sum(bytes) OVER (ROWS UNBOUNDED PRECEDING) - bytes AS bytes_before
+               FROM ({claimed}) claimed) taken
+         CROSS JOIN LATERAL (SELECT * FROM retry_queue WHERE ctid = taken.place OFFSET 0) q
+         WHERE taken.bytes_before < $2",
+        task_columns("q.original_payload, q.properties"),
         first_due("next_retry_at > statement_timestamp()")
     )
 }
-
-/// The names of [`task_columns`].
-const CLAIMED_COLUMNS: [&str; 23] = [
-    "id",
-    "message_id",
-    "producer_id",
-    "original_payload",
-    "properties",
-    "original_queue",
-    "error_reason",
-    "error_class",
-    "retry_count",
-    "max_retries",
-    "free_attempt",
-    "policy",
-    "category",
-    "operation",
-    "error_type",
-    "tenant_id",
-    "correlation_id",
-    "trace_id",
-    "reason",
-    "expired",
-    "first_failed_at",
-    "last_failed_at",
-    "next_retry_at",
-];
 
 /// Claims the oldest rows that are due: `$1` rows at most, `$2` bytes of payload.
 pub(super) static CLAIM: Statement = Statement::of_claim("claim", || {
@@ -160,7 +135,8 @@ pub(super) static CLAIM: Statement = Statement::of_claim("claim", || {
 });
 
 /// Claims when more is due than one claim takes: first a share for each lane, `$5` rows
-/// in all, then the oldest. A loose index scan finds up to `$4` lanes after `$3`.
+/// in all, then the oldest. A loose index scan finds up to `$4` lanes after `$3`. Where there is one
+/// lane only, nobody has to be protected from it, and a share would be looked at twice.
 pub(super) static CLAIM_FAIRLY: Statement = Statement::of_claim("claim fairly", || {
     format!(
         "WITH RECURSIVE lanes AS (
@@ -172,7 +148,8 @@ pub(super) static CLAIM_FAIRLY: Statement = Statement::of_claim("claim fairly", 
             WHERE l.lane IS NOT NULL AND l.n < $4::bigint
         ), shares AS MATERIALIZED (
             SELECT r.* FROM lanes l CROSS JOIN LATERAL (
-                {share} LIMIT (SELECT GREATEST(1, $5 / count(lane)) FROM lanes)
+                {share} LIMIT (SELECT CASE WHEN count(lane) = 1 AND $3 = -2147483648 THEN 0
+                                           ELSE GREATEST(1, $5 / count(lane)) END FROM lanes)
             ) r
         ), oldest AS MATERIALIZED ({oldest}), due AS (
             -- The first row of each lane comes before any lane's second: the byte
@@ -236,8 +213,8 @@ pub(super) static SETTLE: Statement = Statement::of_claim("settle", || {
             FROM outcome o
             WHERE q.ctid = o.place
             RETURNING o.event_type, o.delay_ms, o.error, o.attempt_id, q.lane, q.priority, {}
-        ), waits AS ({}), events AS ({} RETURNING 1)
-        SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM events)",
+        ), waits AS ({}), events AS ({})
+        SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM settled)",
         changed(),
         waits("settled", "status = 'pending'"),
         events.insert(),
@@ -251,12 +228,9 @@ pub(super) static LOOK: Statement = Statement::new("look at due", || {
          FROM (SELECT task_id FROM retry_due WHERE next_retry_at <= statement_timestamp()
                ORDER BY priority, next_retry_at, task_id) due
          CROSS JOIN LATERAL (
-             SELECT {} FROM retry_queue q WHERE q.id = due.task_id AND {} OFFSET 0
-         ) task
+             SELECT * FROM retry_queue q WHERE q.id = due.task_id AND {} OFFSET 0
+         ) q
          LIMIT $1",
-        CLAIMED_COLUMNS
-            .map(|column| format!("task.{column}"))
-            .join(", "),
         task_columns("''::bytea AS original_payload, NULL::bytea AS properties"),
         understood("q")
     )
@@ -360,8 +334,9 @@ fn limit(n: usize) -> i64 {
     i64::try_from(n).unwrap_or(i64::MAX)
 }
 
-/// The columns of a claim after those of a [`Task`] and the moment of the answer.
-const TASK_PLACE: usize = CLAIMED_COLUMNS.len() + 1;
+/// The columns of a claim after [`task_columns`].
+const ANSWERED_AT: usize = 23;
+const TASK_PLACE: usize = ANSWERED_AT + 1;
 const DUE_PLACE: usize = TASK_PLACE + 1;
 const LAST_LANE: usize = DUE_PLACE + 1;
 const NEXT_AT: usize = LAST_LANE + 1;
@@ -371,7 +346,7 @@ impl Claim {
     fn of(mut tx: Tx, found: Vec<PgRow>, rows: usize, bytes: usize) -> Result<Self, StoreError> {
         let next = match found.first() {
             Some(row) => row.try_get::<Option<DateTime<Utc>>, _>(NEXT_AT)?.map(|at| {
-                let now: DateTime<Utc> = row.try_get(CLAIMED_COLUMNS.len())?;
+                let now: DateTime<Utc> = row.try_get(ANSWERED_AT)?;
                 Ok::<_, sqlx::Error>((at - now).to_std().unwrap_or_default())
             }),
             None => None,

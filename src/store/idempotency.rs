@@ -44,7 +44,7 @@ pub struct Remembered {
 
 /// The event of what happened to a key; an operator is named by `actor`.
 fn key_event(from: &str, action: KeyAction, actor: Option<&str>, instance: &str) -> String {
-    let (kind, detail) = (literal(EventKind::Idempotency), format!("'{action}'"));
+    let (kind, detail) = (literal(EventKind::Idempotency), format!("'{action}'::text"));
     let event = Event::of(from, &kind, instance);
     Event {
         detail: &detail,

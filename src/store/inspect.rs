@@ -130,7 +130,7 @@ pub(super) static TABLES: Statement = Statement::new("ask about the tables", || 
                 AS writable,
             COALESCE(c.reloptions::text ~* 'autovacuum_enabled=(false|off|no|0)', FALSE)
                 AS autovacuum_off
-     FROM unnest(ARRAY['retry_queue', 'retry_due', 'retry_events', 'idempotency_keys']) AS t(name)
+     FROM unnest(ARRAY['retry_queue', 'retry_due', 'retry_history', 'idempotency_keys']) AS t(name)
      LEFT JOIN pg_class c ON c.oid = to_regclass(t.name)"
         .to_owned()
 });
@@ -159,13 +159,14 @@ pub(super) static HURRY_PROBE: Statement = Statement::new("make a probe due", ||
         .to_owned()
 });
 
-/// Removes a probe and its history. It waits for whoever holds the row, so that afterwards
-/// nobody sends it any more.
+/// Removes a probe, and the history that tells of it alone. It waits for whoever holds the row, so
+/// that afterwards nobody sends it any more.
 pub(super) static REMOVE_PROBE: Statement = Statement::new("remove a probe", || {
     "WITH removed AS (
         DELETE FROM retry_queue WHERE id = $1 AND producer_id = $2 RETURNING id
      )
-     DELETE FROM retry_events WHERE task_id IN (SELECT id FROM removed)"
+     DELETE FROM retry_history WHERE task_ids @> ARRAY(SELECT id FROM removed)
+         AND task_ids <@ ARRAY(SELECT id FROM removed)"
         .to_owned()
 });
 

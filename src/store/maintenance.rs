@@ -91,8 +91,8 @@ pub(super) static REMOVE_TASKS: Statement = Statement::new("remove old tasks", |
 });
 
 /// Drops the days of history that are too old, and makes the tables of the days to come.
-pub(super) static ROTATE_EVENTS: Statement = Statement::new("rotate events", || {
-    "SELECT retry_rotate_events($1 * interval '1 millisecond', $2)".to_owned()
+pub(super) static ROTATE_HISTORY: Statement = Statement::new("rotate history", || {
+    "SELECT retry_rotate_history($1 * interval '1 millisecond', $2)".to_owned()
 });
 
 /// Removes expired keys. A key that is taken meanwhile has another `ctid`, and stays.
@@ -149,12 +149,12 @@ impl Store {
         })
     }
 
-    /// Removes the days of history that are over and too old, and up to `rows` of the old events
-    /// that belong to no day; makes the tables of the next days. Returns about how many events
-    /// were removed.
-    pub async fn rotate_events(&self, retention: Retention, rows: i64) -> Result<u64, StoreError> {
+    /// Removes the days of history that are over and too old, and up to `rows` of its old rows that
+    /// belong to no day; makes the tables of the next days. Returns about how many rows were
+    /// removed, each of which holds the events of a batch.
+    pub async fn rotate_history(&self, retention: Retention, rows: i64) -> Result<u64, StoreError> {
         let mut tx = self.begin().await?;
-        let query = sqlx::query_scalar(self.sql.of(&ROTATE_EVENTS))
+        let query = sqlx::query_scalar(self.sql.of(&ROTATE_HISTORY))
             .bind(millis(retention.events))
             .bind(rows);
         let removed: i64 = tx.run(|c| query.fetch_one(c)).await?;

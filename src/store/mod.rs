@@ -62,9 +62,9 @@ const WRITES_NOTHING: &str = "
     UPDATE retry_queue SET status = status WHERE FALSE;
     INSERT INTO retry_due (task_id, next_retry_at, lane, priority) SELECT 0, now(), 0, 0 WHERE FALSE;
     DELETE FROM retry_due WHERE FALSE;
-    INSERT INTO retry_events (task_id, event_type, status, retry_count, max_retries, next_retry_at,
-                              operation, error_type, attempt_id, instance)
-        SELECT 0, '', '', 0, 0, now(), '', '', gen_random_uuid(), '' WHERE FALSE;
+    INSERT INTO retry_history (task_ids, event_type, status, retry_count, max_retries, next_retry_at,
+                               attempt_id, instance)
+        SELECT '{}', '', '', '{}', '{}', '{}', '{}', '' WHERE FALSE;
     INSERT INTO idempotency_keys (scope, key, expires_at, retry_count, digest)
         SELECT '', '', now(), 0, '' WHERE FALSE;
     UPDATE idempotency_keys SET task_id = task_id WHERE FALSE";
@@ -72,7 +72,7 @@ const WRITES_NOTHING: &str = "
 /// Reads nothing, and fails where the tables or their newest columns are missing: with
 /// MIGRATE_ON_START=false somebody else makes them.
 const HAS_SCHEMA: &str = "SELECT q.operation, e.attempt_id
-     FROM retry_queue q, retry_due, retry_events e, idempotency_keys, retry_place LIMIT 0";
+     FROM retry_queue q, retry_due, retry_history e, idempotency_keys, retry_place LIMIT 0";
 
 /// Every statement of the store but `BEGIN`, the probes and those of [`import`].
 pub static STATEMENTS: &[&Statement] = &[
@@ -98,7 +98,7 @@ pub static STATEMENTS: &[&Statement] = &[
     &place::MOVE_PLACE,
     &maintenance::BACKLOG,
     &maintenance::REMOVE_TASKS,
-    &maintenance::ROTATE_EVENTS,
+    &maintenance::ROTATE_HISTORY,
     &maintenance::REMOVE_KEYS,
     &inspect::SERVER,
     &inspect::TABLES,

@@ -36,8 +36,8 @@ const CLAIM_SETTINGS: &str =
 const TABLES: [&str; 7] = [
     "retry_queue",
     "retry_due",
-    "retry_events",
-    "retry_rotate_events",
+    "retry_history",
+    "retry_rotate_history",
     "idempotency_keys",
     "retry_place",
     "_sqlx_migrations",
@@ -203,10 +203,10 @@ mod tests {
 
     #[test]
     fn a_schema_stands_before_each_table_and_before_nothing_else() {
-        let sql = "UPDATE retry_queue q SET x = 'retry_queue_x' FROM retry_events, my_retry_place";
+        let sql = "UPDATE retry_queue q SET x = 'retry_queue_x' FROM retry_history, my_retry_place";
         assert_eq!(
             qualified(sql, "\"s\""),
-            "UPDATE \"s\".retry_queue q SET x = 'retry_queue_x' FROM \"s\".retry_events, my_retry_place"
+            "UPDATE \"s\".retry_queue q SET x = 'retry_queue_x' FROM \"s\".retry_history, my_retry_place"
         );
         assert_eq!(qualified("retry_place", "s"), "s.retry_place");
         assert_eq!(qualified("", "s"), "");

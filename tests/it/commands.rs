@@ -124,7 +124,7 @@ async fn on_the_tables_of_an_older_version_it_takes_nothing_until_they_are_migra
     let mut bed = Bed::new().await;
     bed.set("MIGRATE_ON_START", "false");
     bed.migrate().await;
-    bed.arrange("ALTER TABLE retry_events DROP COLUMN attempt_id")
+    bed.arrange("ALTER TABLE retry_history RENAME COLUMN attempt_id TO attempts")
         .await;
     let queue = bed.declare("target").await;
     let sent = run(&bed, &["send", "--queue", &queue, "--payload", "p"]).await;
@@ -136,7 +136,7 @@ async fn on_the_tables_of_an_older_version_it_takes_nothing_until_they_are_migra
     assert!(body.contains("attempt_id"), "it says why: {body}");
     // A quorum queue counts deliveries that come back: none may be taken yet.
     assert_eq!(bed.client.depth(&bed.intake()).await, Some(1));
-    bed.arrange("ALTER TABLE retry_events ADD COLUMN attempt_id UUID")
+    bed.arrange("ALTER TABLE retry_history RENAME COLUMN attempts TO attempt_id")
         .await;
     service.until_ready().await;
     let mut inbox = bed.client.consume(&queue).await;

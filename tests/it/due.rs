@@ -90,7 +90,7 @@ async fn settling_a_task_touches_no_index() {
 }
 
 /// The tables of history, the oldest first.
-const DAYS: &str = "SELECT part FROM retry_events_parts WHERE until IS NOT NULL ORDER BY until";
+const DAYS: &str = "SELECT part FROM retry_history_parts WHERE until IS NOT NULL ORDER BY until";
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_day_of_history_has_a_table_which_goes_when_the_day_is_too_old() {
@@ -101,7 +101,7 @@ async fn a_day_of_history_has_a_table_which_goes_when_the_day_is_too_old() {
         days.expect("days")
     };
     let rotate = async |keep: &str| {
-        bed.arrange(&format!("SELECT retry_rotate_events('{keep}', 10)"))
+        bed.arrange(&format!("SELECT retry_rotate_history('{keep}', 10)"))
             .await;
     };
     let event = async |moment: &str| {
@@ -122,7 +122,7 @@ async fn a_day_of_history_has_a_table_which_goes_when_the_day_is_too_old() {
         event(moment).await;
     }
     let events = "SELECT count(*) FROM retry_events";
-    let elsewhere = "SELECT count(*) FROM retry_events_other";
+    let elsewhere = "SELECT count(*) FROM retry_history_other";
     assert_eq!(
         (bed.count(events).await, bed.count(elsewhere).await),
         (3, 1)
@@ -168,8 +168,19 @@ const LEFT_BEFORE: &str = "
         FROM generate_series(1, 1000) AS i;
     INSERT INTO retry_events (task_id, at, event_type, status, retry_count, max_retries,
                               next_retry_at, instance)
-        SELECT id, now() - id * interval '1 minute', 'scheduled', status, retry_count, max_retries,
-               next_retry_at, 'before' FROM retry_queue";
+        SELECT id, now() - id / 10 * interval '1 hour' + id % 10 * interval '10 microseconds',
+               'scheduled', status, retry_count, max_retries, next_retry_at, 'before'
+        FROM retry_queue ORDER BY 2;
+    CREATE TABLE history_before AS SELECT * FROM retry_events";
+
+/// How many events are told as they were before; `at` to the millisecond.
+const SAME_HISTORY: &str = "
+    SELECT count(*) FROM history_before b JOIN retry_events e USING (task_id, event_type)
+    WHERE e.at BETWEEN b.at - interval '1 millisecond' AND b.at
+      AND (b.status, b.retry_count, b.max_retries, b.next_retry_at, b.instance, b.actor)
+        = (e.status, e.retry_count, e.max_retries, e.next_retry_at, e.instance, e.actor)
+      AND COALESCE(b.reason, b.detail, b.error, b.from_status) IS NULL
+      AND COALESCE(e.reason, e.detail, e.error, e.from_status) IS NULL";
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_layout_before_is_taken_over_with_all_that_waits_and_all_history() {
@@ -205,6 +216,7 @@ async fn the_layout_before_is_taken_over_with_all_that_waits_and_all_history() {
     assert_eq!(bed.count(OUT_OF_STEP).await, 0);
     let events = "SELECT count(*) FROM retry_events e JOIN retry_queue q ON q.id = e.task_id";
     assert_eq!(bed.count(events).await, 1000);
+    assert_eq!(bed.count(SAME_HISTORY).await, 1000);
     // History goes on behind what was there.
     bed.arrange(
         "INSERT INTO retry_events (task_id, event_type, status, retry_count, max_retries,
@@ -212,6 +224,11 @@ async fn the_layout_before_is_taken_over_with_all_that_waits_and_all_history() {
          VALUES (1, 'retry_attempt', 'retried', 1, 3, now(), 'after')",
     )
     .await;
-    let last = "SELECT id FROM retry_events WHERE instance = 'after'";
-    assert_eq!(bed.count(last).await, 1001);
+    let last = "SELECT instance = 'after' FROM retry_events ORDER BY id DESC LIMIT 1";
+    let last: bool = sqlx::query_scalar(last).fetch_one(&bed.db).await.unwrap();
+    assert!(last);
+    assert_eq!(
+        bed.count("SELECT count(*) FROM retry_events_of(1)").await,
+        2
+    );
 }

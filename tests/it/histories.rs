@@ -611,7 +611,7 @@ async fn a_failure_of_an_attempt_before_the_last_changes_nothing() {
     sent_back().await;
 
     // Without proof in history a failure is taken for the next one.
-    sqlx::query("DELETE FROM retry_events")
+    sqlx::query("DELETE FROM retry_history")
         .execute(&bed.db)
         .await
         .unwrap();

@@ -20,9 +20,9 @@ const WAITING: &str = "SELECT count(*) FROM pg_stat_activity
 /// everybody else out until it commits.
 const LATER: [&str; 3] = [
     "ALTER TABLE retry_queue ADD COLUMN later TEXT NOT NULL DEFAULT 'none'",
-    "ALTER TABLE retry_events ADD COLUMN later BIGINT",
+    "ALTER TABLE retry_history ADD COLUMN later BIGINT",
     "ALTER TABLE idempotency_keys ADD COLUMN later TIMESTAMPTZ DEFAULT now();
-     LOCK TABLE retry_queue, retry_events IN ACCESS EXCLUSIVE MODE;
+     LOCK TABLE retry_queue, retry_history IN ACCESS EXCLUSIVE MODE;
      INSERT INTO _sqlx_migrations (version, description, success, checksum, execution_time)
          VALUES (9000, 'of a later version', TRUE, '', 0)",
 ];

@@ -143,8 +143,9 @@ async fn a_claim_walks_the_index_that_has_its_order_whatever_postgres_believes()
     let (oldest, next) = (by_priority("<="), by_priority(">"));
     let lanes = "idx_retry_due_lane Index Cond: (lane > $3)".to_owned();
     let shares = walk("idx_retry_due_lane Index Cond: ((lane = l_1.lane)", "<=");
-    let plain = [next.clone(), oldest.clone()].concat();
-    let fairly = [vec![lanes], shares.to_vec(), oldest, next].concat();
+    let whole = vec![" TID Cond: (ctid = taken.place)".to_owned()];
+    let plain = [next.clone(), oldest.clone(), whole.clone()].concat();
+    let fairly = [vec![lanes], shares.to_vec(), oldest, next, whole].concat();
     for (scene, sql) in scenes() {
         bed.arrange(&sql).await;
         assert_eq!(reads(&bed, "claim").await, plain, "{scene}");

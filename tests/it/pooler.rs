@@ -110,7 +110,7 @@ async fn behind_a_pooler_that_mixes_up_statements_nothing_is_stored_or_sent_unti
         assert!(body.contains(REFUSED), "{settings:?}: {body}");
         // No table was made, or nothing was written to it.
         let written = "SELECT COALESCE(sum(pg_relation_size(oid)), 0)::bigint FROM pg_class
-                       WHERE relname IN ('retry_queue', 'retry_events')";
+                       WHERE relname IN ('retry_queue', 'retry_history')";
         assert_eq!(bed.count(written).await, 0, "{settings:?}");
         assert_eq!(bed.client.depth(&bed.intake()).await, Some(50));
 

@@ -16,7 +16,7 @@ const WAITING: &str = "SELECT count(*) FROM pg_stat_activity
 /// Locks the tables against everybody else until the returned transaction ends.
 async fn hold_tables(bed: &Bed) -> sqlx::Transaction<'static, sqlx::Postgres> {
     let mut tx = bed.db.begin().await.expect("a transaction");
-    sqlx::query("LOCK TABLE retry_queue, retry_events IN ACCESS EXCLUSIVE MODE")
+    sqlx::query("LOCK TABLE retry_queue, retry_history IN ACCESS EXCLUSIVE MODE")
         .execute(&mut *tx)
         .await
         .expect("locked");

@@ -2,7 +2,7 @@
 -- keeps it from writing a row as it always has. `cargo dev upgrade --migration` adds it to a version
 -- that is built for the purpose; no release has it.
 ALTER TABLE retry_queue ADD COLUMN region TEXT;
-ALTER TABLE retry_events ADD COLUMN region TEXT;
+ALTER TABLE retry_history ADD COLUMN region TEXT;
 
 -- NOT VALID: rows that are there are not read under the lock.
 ALTER TABLE retry_queue ADD CONSTRAINT a_region_has_a_name CHECK (region <> '') NOT VALID;

@@ -35,8 +35,9 @@ const UNSOUND: [(&str, &str); 5] = [
     (
         "a row is not as its history says",
         "SELECT format('task %s is %s, by its history %s', q.id, q.status, e.status)
-         FROM retry_queue q LEFT JOIN LATERAL (
-             SELECT * FROM retry_events WHERE task_id = q.id ORDER BY id DESC LIMIT 1) e ON TRUE
+         FROM retry_queue q LEFT JOIN (
+             SELECT DISTINCT ON (task_id) * FROM retry_events ORDER BY task_id, id DESC) e
+             ON e.task_id = q.id
          WHERE (q.status, q.retry_count) IS DISTINCT FROM (e.status, e.retry_count)",
     ),
     (

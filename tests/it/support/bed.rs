@@ -204,7 +204,7 @@ impl Bed {
             (self.count(reviewed).await == taken as i64).then_some(())
         })
         .await;
-        self.arrange("DELETE FROM retry_queue; DELETE FROM retry_events")
+        self.arrange("DELETE FROM retry_queue; DELETE FROM retry_history")
             .await;
         let channel = self.client.channel().await;
         let purge = channel.queue_purge(self.review().into(), Default::default());
