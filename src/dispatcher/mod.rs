@@ -134,7 +134,10 @@ impl Dispatcher {
                 self.part.up(self.broker.describe());
             }
             if look != Look::Claim {
-                let watch = self.watch(look, &mut session.memory.nap);
+                let watch = async {
+                    let look = self.watch(look, &mut session.memory.nap).await;
+                    self.let_gather(look).await
+                };
                 let watched = cancelled.run_until_cancelled(watch);
                 look = watched.await.unwrap_or(Look::Watch);
                 continue;

@@ -66,6 +66,10 @@ impl Dispatcher {
         }
         self.metrics.dispatch_batch.observe(tasks.len() as f64);
         let full = claim.full;
+        let _emptied = match full {
+            true => None,
+            false => self.wake.emptied.try_lock().ok(),
+        };
 
         let (mut bound, outgoing) = self.address(tasks);
         let (outcomes, fault) = session.publisher.publish(&outgoing).await;

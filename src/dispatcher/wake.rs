@@ -12,6 +12,8 @@ use tokio::{
 pub struct Wake {
     /// Held by the one worker that watches on behalf of all.
     pub(super) watcher: tokio::sync::Mutex<()>,
+    /// Held by a worker that has claimed all that was due, until its turn is over.
+    pub(super) emptied: tokio::sync::Mutex<()>,
     next: Mutex<Option<Instant>>,
     changed: Notify,
 }
