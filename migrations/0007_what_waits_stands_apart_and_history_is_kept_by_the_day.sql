@@ -115,11 +115,6 @@ CREATE TABLE retry_history (
     trace_id TEXT[]
 ) PARTITION BY RANGE (at);
 
--- Finds what happened to a task. New entries wait in a list that is merged when it is full; a longer
--- one would be merged more cheaply, but all at once.
-CREATE INDEX idx_retry_history_tasks ON retry_history
-    USING gin (task_ids) WITH (gin_pending_list_limit = 256);
-
 -- Where history goes for whose day there is no table.
 CREATE TABLE retry_history_other PARTITION OF retry_history DEFAULT;
 CREATE INDEX idx_retry_history_other_at ON retry_history_other (at);
@@ -256,8 +251,8 @@ BEGIN
 END
 $$;
 
--- The history so far, with what happened within a millisecond together: each event in its place, and
--- `at` that much too early at most.
+-- The history so far: events that follow on each other, are alike but for their arrays, and happened
+-- within a millisecond, are put together. Each keeps its place; `at` is that much too early at most.
 INSERT INTO retry_history (
         at, event_type, from_status, status, actor, instance, task_ids, retry_count, max_retries,
         next_retry_at, reason, detail, delay_ms, error_class, error, policy, attempt_id, category,
@@ -267,8 +262,16 @@ INSERT INTO retry_history (
            array_agg(detail), array_agg(delay_ms), array_agg(error_class), array_agg(error),
            array_agg(policy), array_agg(attempt_id), array_agg(category), array_agg(operation),
            array_agg(error_type), array_agg(tenant_id), array_agg(correlation_id), array_agg(trace_id)
-    FROM (SELECT *, row_number() OVER (PARTITION BY task_id, date_trunc('milliseconds', at) ORDER BY id)
-                    AS nth FROM retry_events_before) e
-    GROUP BY date_trunc('milliseconds', at), nth, event_type, from_status, status, actor, instance
-    ORDER BY min(id);
+    FROM (SELECT *, sum(begins) OVER (ORDER BY id) AS batch
+          FROM (SELECT *, (ROW(date_trunc('milliseconds', at), event_type, from_status, status, actor, instance)
+                    IS DISTINCT FROM lag(ROW(date_trunc('milliseconds', at), event_type, from_status, status,
+                                             actor, instance)) OVER (ORDER BY id))::int AS begins
+                FROM retry_events_before) e) e
+    GROUP BY batch, event_type, from_status, status, actor, instance
+    ORDER BY batch;
 DROP TABLE retry_events_before;
+
+-- Finds what happened to a task. New entries wait in a list that is merged when it is full; a longer
+-- one would be merged more cheaply, but all at once.
+CREATE INDEX idx_retry_history_tasks ON retry_history
+    USING gin (task_ids) WITH (gin_pending_list_limit = 256);

@@ -510,7 +510,7 @@ impl<'r> InOrder<'r> {
 }
 
 impl FromRow<'_, PgRow> for Task {
-    /// Reads [`task_columns`], and the moment of the answer after them.
+    /// Reads the columns of a claim, or of a look at what is due, up to the moment of the answer.
     fn from_row(row: &PgRow) -> Result<Self, sqlx::Error> {
         let mut columns = InOrder { row, column: 0 };
         let mut task = Self {
