@@ -1,5 +1,6 @@
-//! `retry_due` says what waits: it follows every change of a task, whoever makes it, and settling
-//! a task touches no index of `retry_queue`.
+//! The layout of the tables: `retry_due` says what waits and follows every change of a task, whoever
+//! makes it; settling a task touches no index of `retry_queue`; history is a row for each batch, in a
+//! table for each day; and what the layout before held is taken over.
 
 use retry_scheduler::store::Store;
 
@@ -60,7 +61,7 @@ async fn what_waits_follows_what_is_done_to_tasks_by_hand() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn settling_a_task_touches_no_index() {
+async fn settling_a_task_touches_no_index_and_a_batch_is_one_row_of_history() {
     const MESSAGES: i64 = 200;
     let bed = Bed::new().await;
     bed.migrate().await;
@@ -87,6 +88,12 @@ async fn settling_a_task_touches_no_index() {
                      WHERE relname = 'retry_queue'";
     assert_eq!(bed.count(elsewhere).await, 0);
     assert_eq!(bed.count(OUT_OF_STEP).await, 0);
+    let events = bed.count("SELECT count(*) FROM retry_events").await;
+    assert_eq!(events, 2 * MESSAGES);
+    // They arrive together; when each falls due is up to chance.
+    let rows = "SELECT count(*) FROM retry_history WHERE event_type = 'scheduled'";
+    let rows = bed.count(rows).await;
+    assert!(rows < MESSAGES / 4, "{rows} rows hold {MESSAGES} events");
 }
 
 /// The tables of history, the oldest first.
