@@ -115,12 +115,12 @@ impl Janitor {
         }
         let started = Instant::now();
         loop {
-            let events = self.store.rotate_history(self.retention, BATCH).await?;
+            let history = self.store.rotate_history(self.retention, BATCH).await?;
             let keys = self.store.remove_expired_keys(BATCH).await?;
-            self.removed("event", events);
+            self.removed("history", history);
             self.removed("idempotency_key", keys);
-            round.removed += events + keys;
-            if events + keys == 0 || started.elapsed() > ROUND {
+            round.removed += history + keys;
+            if history + keys == 0 || started.elapsed() > ROUND {
                 return Ok(round);
             }
         }

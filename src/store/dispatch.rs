@@ -1,34 +1,24 @@
-//! Rows fall due: claim them, settle them, ask when to look again.
+//! Rows fall due: claim them, ask when to look again.
 
-use std::{collections::HashMap, error::Error, str::FromStr, time::Duration};
+use std::{collections::HashMap, time::Duration};
 
 use chrono::{DateTime, Utc};
-use sqlx::{AssertSqlSafe, Decode, FromRow, Postgres, Row, SqlSafeStr, Type, postgres::PgRow};
-use uuid::Uuid;
+use sqlx::{AssertSqlSafe, FromRow, Row, SqlSafeStr, postgres::PgRow};
 
 use super::{
     LARGE_BYTES, Store, StoreError, Tx,
-    due::{Tid, Tids, waits},
-    events::{Event, changed},
-    millis,
+    due::Tid,
     statement::{Statement, understood},
+    task::{ANSWERED_AT, task_columns},
 };
-use crate::{
-    domain::{
-        budget::Budget,
-        review::Reason,
-        settlement::Settlement,
-        task::{Labels, Task},
-    },
-    plant::{Bug, Point},
-};
+use crate::{domain::task::Task, plant::Bug};
 
 /// Locked rows and the transaction that holds them. When it is dropped the rows are
 /// as they were, and free for any instance.
 pub struct Claim {
-    tx: Tx,
+    pub(super) tx: Tx,
     /// Where the rows of each task stand, by its id.
-    places: HashMap<i64, Places>,
+    pub(super) places: HashMap<i64, Places>,
     /// The rows: the oldest due first; after a fair claim, the first of each lane before
     /// any lane's second.
     pub tasks: Vec<Task>,
@@ -40,21 +30,9 @@ pub struct Claim {
 }
 
 /// Where the versions of a claimed task's two rows stand.
-struct Places {
-    task: Tid,
-    due: Tid,
-}
-
-/// The columns of a [`Task`] `q`, in the order in which they are read. `body` gives payload and
-/// properties, which a mere look leaves out.
-fn task_columns(body: &str) -> String {
-    format!(
-        "q.id, q.message_id, q.producer_id, {body}, q.original_queue, q.error_reason,
-         q.error_class, q.retry_count, q.max_retries, q.free_attempt, q.policy, q.category,
-         q.operation, q.error_type, q.tenant_id, q.correlation_id, q.trace_id, q.reason,
-         q.expires_at <= statement_timestamp() AS expired, q.first_failed_at, q.last_failed_at,
-         q.next_retry_at"
-    )
+pub(super) struct Places {
+    pub task: Tid,
+    pub due: Tid,
 }
 
 /// Tasks that wait and satisfy `which` (a condition on `retry_due`), locked, in the order of
@@ -175,52 +153,6 @@ pub(super) static CLAIM_FAIRLY: Statement = Statement::of_claim("claim fairly", 
 /// How many lanes one fair claim looks at.
 const LANES: i64 = 64;
 
-/// Settles a whole batch with its history in one statement. It finds the rows where the claim
-/// found them: the tasks are locked, so their versions stay where they are, and the rows of
-/// `retry_due` belong to whoever has locked the task. Returns how many there were of each. Moments
-/// are of `clock_timestamp()`, because the transaction began before the broker was asked.
-pub(super) static SETTLE: Statement = Statement::of_claim("settle", || {
-    let events = Event {
-        was: "'pending'",
-        delay_ms: "c.delay_ms",
-        error: "c.error",
-        attempt_id: "c.attempt_id",
-        ..Event::of("settled", "c.event_type", "$9")
-    };
-    format!(
-        "WITH gone AS (
-            DELETE FROM retry_due WHERE ctid = ANY($11) RETURNING 1
-        ), outcome AS (
-            SELECT *
-            FROM unnest($1::bigint[], $2::text[], $3::text[], $4::int[], $5::bigint[], $6::text[],
-                        $7::text[], $8::uuid[], $10::tid[])
-                AS o (id, event_type, status, retry_count, delay_ms, reason, error, attempt_id, place)
-        ), settled AS (
-            UPDATE retry_queue q
-            SET status = o.status,
-                retry_count = COALESCE(o.retry_count, q.retry_count),
-                next_retry_at = CASE WHEN o.status <> 'pending' THEN q.next_retry_at
-                    -- A task that has expired waits like any other when it cannot be sent.
-                    WHEN q.expires_at > clock_timestamp()
-                    THEN LEAST(clock_timestamp() + o.delay_ms * interval '1 millisecond',
-                               q.expires_at)
-                    ELSE clock_timestamp() + o.delay_ms * interval '1 millisecond' END,
-                free_attempt = q.free_attempt AND o.status = 'pending',
-                reason = COALESCE(o.reason, q.reason),
-                error_reason = COALESCE(o.error, q.error_reason),
-                settled_at = CASE WHEN o.status = 'pending' THEN q.settled_at
-                                  ELSE clock_timestamp() END
-            FROM outcome o
-            WHERE q.ctid = o.place
-            RETURNING o.event_type, o.delay_ms, o.error, o.attempt_id, q.lane, q.priority, {}
-        ), waits AS ({}), events AS ({})
-        SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM settled)",
-        changed(),
-        waits("settled", "status = 'pending'"),
-        events.insert(),
-    )
-});
-
 /// What a claim would take, without a lock and without the payloads.
 pub(super) static LOOK: Statement = Statement::new("look at due", || {
     format!(
@@ -330,12 +262,11 @@ impl Store {
     }
 }
 
-fn limit(n: usize) -> i64 {
+pub(super) fn limit(n: usize) -> i64 {
     i64::try_from(n).unwrap_or(i64::MAX)
 }
 
-/// The columns of a claim after [`task_columns`].
-const ANSWERED_AT: usize = 23;
+/// The columns of a claim after those of the task and the moment of the answer.
 const TASK_PLACE: usize = ANSWERED_AT + 1;
 const DUE_PLACE: usize = TASK_PLACE + 1;
 const LAST_LANE: usize = DUE_PLACE + 1;
@@ -375,44 +306,6 @@ impl Claim {
             tasks,
         })
     }
-
-    /// Writes how each task ended, with its event. Rows that are not named stay as
-    /// they were.
-    pub async fn settle(mut self, ends: &[(&Task, &Settlement)]) -> Result<(), StoreError> {
-        if ends.is_empty() {
-            return self.tx.rollback().await;
-        }
-        let outcomes = Outcomes::of(ends);
-        let places = || {
-            ends.iter()
-                .filter_map(|(task, _)| self.places.get(&task.id))
-        };
-        let tasks = Tids(places().map(|place| place.task).collect());
-        let due = Tids(places().map(|place| place.due).collect());
-        let instance = self.tx.instance.clone();
-        let query = sqlx::query_as(self.tx.sql.of(&SETTLE))
-            .bind(&outcomes.ids)
-            .bind(&outcomes.kinds)
-            .bind(&outcomes.statuses)
-            .bind(&outcomes.counts)
-            .bind(&outcomes.delays)
-            .bind(&outcomes.reasons)
-            .bind(&outcomes.errors)
-            .bind(&outcomes.attempts)
-            .bind(&*instance)
-            .bind(tasks)
-            .bind(due);
-        let settled: (i64, i64) = self.tx.run(|c| query.fetch_one(c)).await?;
-        // If a row had left its place, its task would wait no longer and yet not be settled.
-        let all = limit(ends.len());
-        if settled != (all, all) {
-            return Err(StoreError::Moved);
-        }
-        Point::BeforeSettleCommit.pass();
-        self.tx.commit().await?;
-        Point::AfterSettleCommit.pass();
-        Ok(())
-    }
 }
 
 /// Reads a place.
@@ -421,130 +314,4 @@ fn tid(row: &PgRow, column: usize) -> Result<Tid, sqlx::Error> {
     bytes
         .try_into()
         .map_err(|e: std::array::TryFromSliceError| sqlx::Error::Decode(e.into()))
-}
-
-/// The columns of [`SETTLE`]'s batch, as arrays for `unnest`.
-#[derive(Default)]
-struct Outcomes<'e> {
-    ids: Vec<i64>,
-    kinds: Vec<&'static str>,
-    statuses: Vec<&'static str>,
-    counts: Vec<Option<i32>>,
-    /// The wait that the event tells of: the next one, or, of a message that was sent
-    /// back, the whole time from its failure to its due moment.
-    delays: Vec<Option<i64>>,
-    reasons: Vec<Option<&'static str>>,
-    errors: Vec<Option<&'e str>>,
-    /// The attempt, where the message was to go to its queue and not to review.
-    attempts: Vec<Option<Uuid>>,
-}
-
-impl<'e> Outcomes<'e> {
-    fn of(ends: &[(&Task, &'e Settlement)]) -> Self {
-        let mut all = Self::default();
-        for (task, end) in ends {
-            let (count, delay, reason, error) = match end {
-                Settlement::SentBack { retry_count } => {
-                    (Some(*retry_count), Some(task.delay()), None, None)
-                }
-                Settlement::Reviewed(reason) => (None, None, Some(*reason), None),
-                Settlement::Returned {
-                    retry_count,
-                    delay,
-                    error,
-                    reason,
-                } => {
-                    let error = Some(error.as_str());
-                    (Some(*retry_count), Some(*delay), *reason, error)
-                }
-                Settlement::Deferred { delay } => (None, Some(*delay), None, None),
-            };
-            all.ids.push(task.id);
-            all.kinds.push(end.event().as_str());
-            all.statuses.push(end.status().as_str());
-            all.counts.push(count);
-            all.delays.push(delay.map(millis));
-            all.reasons.push(reason.map(Reason::as_str));
-            all.errors.push(error);
-            let to_its_queue = task.review_reason().is_none();
-            all.attempts.push(to_its_queue.then(|| task.attempt_id()));
-        }
-        // `unnest` fills up shorter arrays with NULLs.
-        leave_out_nulls(&mut all.reasons);
-        leave_out_nulls(&mut all.errors);
-        all
-    }
-}
-
-fn leave_out_nulls<T>(column: &mut Vec<Option<T>>) {
-    if column.iter().all(Option::is_none) {
-        column.clear();
-    }
-}
-
-/// Reads the columns of a row one after the other: finding each by its name would take longer than
-/// reading it.
-struct InOrder<'r> {
-    row: &'r PgRow,
-    column: usize,
-}
-
-impl<'r> InOrder<'r> {
-    fn next<T: Decode<'r, Postgres> + Type<Postgres>>(&mut self) -> Result<T, sqlx::Error> {
-        let value = self.row.try_get(self.column)?;
-        self.column += 1;
-        Ok(value)
-    }
-
-    /// A text as the type it stands for; NULL is none.
-    fn parsed<T>(&mut self) -> Result<Option<T>, sqlx::Error>
-    where
-        T: FromStr,
-        T::Err: Error + Send + Sync + 'static,
-    {
-        let text: Option<&str> = self.next()?;
-        text.map(str::parse)
-            .transpose()
-            .map_err(|e: T::Err| sqlx::Error::Decode(e.into()))
-    }
-}
-
-impl FromRow<'_, PgRow> for Task {
-    /// Reads the columns of a claim, or of a look at what is due, up to the moment of the answer.
-    fn from_row(row: &PgRow) -> Result<Self, sqlx::Error> {
-        let mut columns = InOrder { row, column: 0 };
-        let mut task = Self {
-            id: columns.next()?,
-            message_id: columns.next()?,
-            producer_id: columns.next()?,
-            payload: columns.next()?,
-            properties: columns.next::<Option<_>>()?.unwrap_or_default(),
-            queue: columns.next()?,
-            error: columns.next()?,
-            class: columns.parsed()?,
-            budget: Budget {
-                retry_count: columns.next()?,
-                max_retries: columns.next()?,
-            },
-            free: columns.next()?,
-            policy: columns.next()?,
-            labels: Labels {
-                category: columns.next()?,
-                operation: columns.next()?,
-                error_type: columns.next()?,
-                tenant: columns.next()?,
-                correlation_id: columns.next()?,
-                trace_id: columns.next()?,
-            },
-            reason: columns.parsed()?,
-            expired: columns.next::<Option<bool>>()?.unwrap_or(false),
-            first_failed_at: columns.next()?,
-            last_failed_at: columns.next()?,
-            due_at: columns.next()?,
-            late: Duration::ZERO,
-        };
-        let now: DateTime<Utc> = columns.next()?;
-        task.late = (now - task.due_at).to_std().unwrap_or_default();
-        Ok(task)
-    }
 }

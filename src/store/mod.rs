@@ -2,14 +2,14 @@
 //!
 //! - [`arrivals`]: insert what is new, lock what is known, apply what was decided
 //! - [`idempotency`]: which failures were applied already
-//! - [`dispatch`]: claim what is due, settle it, ask when to look again
+//! - [`dispatch`] and `settle`: claim what is due, settle it, ask when to look again
 //! - [`import`]: what waits in another scheduler's table
 //! - [`place`]: which place the database belongs to
 //! - [`maintenance`]: what the gauges show, and what is too old to keep
 //! - [`inspect`]: what a server says of itself, for `doctor`
 //!
 //! `schema` makes the tables. All share `tx` (a transaction), `waits` (what its COMMIT waits for),
-//! `pooler` (whether statements are safe on the way), `batch` (the columns of a batch of failures), `due` (what waits), `events`
+//! `pooler` (whether statements are safe on the way), `batch` (the columns of a batch of failures), `task` (a task as it is read), `due` (what waits), `events`
 //! (the columns of history) and `statement` (a statement as a value). Time is Postgres's throughout: durations come in, moments are made here.
 
 pub mod arrivals;
@@ -25,7 +25,9 @@ pub mod maintenance;
 pub mod place;
 mod pooler;
 mod schema;
+mod settle;
 mod statement;
+mod task;
 mod tx;
 mod waits;
 
@@ -90,7 +92,7 @@ pub static STATEMENTS: &[&Statement] = &[
     &idempotency::CLEAR,
     &dispatch::CLAIM,
     &dispatch::CLAIM_FAIRLY,
-    &dispatch::SETTLE,
+    &settle::SETTLE,
     &dispatch::LOOK,
     &dispatch::NEXT_DUE,
     &place::TAKE_PLACE,
