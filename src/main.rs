@@ -28,17 +28,14 @@ fn main() -> ExitCode {
 /// thread whose stack size we cannot set. The standard library reads the size for new
 /// threads from RUST_MIN_STACK. Pages of a stack cost memory only once they are used.
 ///
-/// glibc gives a block back to the system when it is freed if it is larger than the first threshold,
-/// but raises that with every such block, up to 32 MiB. Large messages pass through many buffers, and
-/// twice the memory was measured. A threshold that is set stays as it is. This one lies above the
-/// buffers of a batch of small messages: to map and unmap those anew for each batch took a sixth of
-/// our processor time, as did giving back the end of the heap whenever it was free, which the second
-/// threshold restrains.
+/// glibc gives a block back to the system when it is freed if it is larger than this threshold, but
+/// raises the threshold with every such block, up to 32 MiB. Large messages pass through many
+/// buffers, and twice the memory was measured. A threshold that is set, here to what glibc begins
+/// with, stays as it is.
 #[cfg(unix)]
-const ENVIRONMENT: [(&str, &str); 3] = [
+const ENVIRONMENT: [(&str, &str); 2] = [
     ("RUST_MIN_STACK", "67108864"),
-    ("MALLOC_MMAP_THRESHOLD_", "2097152"),
-    ("MALLOC_TRIM_THRESHOLD_", "8388608"),
+    ("MALLOC_MMAP_THRESHOLD_", "131072"),
 ];
 
 /// Setting a variable in a running process is unsafe, so the program executes itself again with
