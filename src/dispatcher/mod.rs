@@ -136,7 +136,10 @@ impl Dispatcher {
             if look != Look::Claim {
                 let watch = async {
                     let look = self.watch(look, &mut session.memory.nap).await;
-                    self.let_gather(look).await
+                    if look == Look::Claim {
+                        self.wake.let_gather().await;
+                    }
+                    look
                 };
                 let watched = cancelled.run_until_cancelled(watch);
                 look = watched.await.unwrap_or(Look::Watch);

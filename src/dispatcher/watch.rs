@@ -13,9 +13,6 @@ const LONGEST_NAP: Duration = Duration::from_millis(50);
 /// The shortest one: a look costs Postgres about as much as this.
 const SHORTEST_NAP: Duration = Duration::from_millis(1);
 
-/// The longest wait for another worker's turn to end.
-const LONGEST_GATHERING: Duration = Duration::from_millis(50);
-
 /// How long a worker waits when rows are due but others hold them.
 ///
 /// It waits for about as long as its last turn took. Where turns are short, rows trickle in,
@@ -72,17 +69,6 @@ impl Look {
 }
 
 impl Dispatcher {
-    /// Before a claim: waits until the turn is over of a worker that has just claimed all that was
-    /// due. What fell due since is little. In the meantime it becomes more, and is cheaper together:
-    /// a second worker that took a few rows at a time cost a twentieth of the processor time of a
-    /// message. Where one claim cannot take all that is due, nobody waits.
-    pub(super) async fn let_gather(&self, look: Look) -> Look {
-        if look == Look::Claim {
-            let _ = timeout(LONGEST_GATHERING, self.wake.emptied.lock()).await;
-        }
-        look
-    }
-
     /// Waits until something is due, at most the poll interval. One of all workers
     /// watches while the others queue for that role, so that an idle service asks
     /// Postgres one question a poll interval.
